@@ -1,7 +1,8 @@
 """The process in which `compile_ahead.py` has kernels compiled.
 
 It takes a second to import this package and Triton, so it begins before anything else
-of a start does: nothing here imports Triton. It has no GPU.
+of a start does: nothing here imports Triton. It has no GPU. It ends when a start does,
+so it collects no garbage: collections would walk all of jax.
 """
 
 import contextlib
@@ -13,7 +14,9 @@ from collections.abc import Iterator
 
 MOST = 12  # kernels at a time
 BEGIN = """
+import gc
 import threading
+gc.disable()
 from triton.runtime.cache import triton_key
 key = threading.Thread(target=triton_key)
 key.start()

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkern.gpu.device import OLDEST, compute_capability, device_capability
 from jaxkern.gpu.launch import Launch, compiled, intermediate, triton
+from jaxkern.gpu.plain_text import plain_assembly, plain_representation
 
 try:
     import triton.language as language
@@ -259,8 +260,8 @@ def lower(ctx, *args, launch: Launch, out: tuple, aliases: tuple):
         metadata.num_warps,
         launch.cluster,  # a kernel of one `num_ctas`, launched in clusters
         launch.dynamic_bytes,
-        binary.asm["ptx"],
-        intermediate(binary),
+        plain_assembly(binary.asm["ptx"]),
+        plain_representation(intermediate(binary)),
         capability,
     )
     x, *rest = (*launch.grid, 1, 1)[:3]

@@ -185,8 +185,7 @@ def all_made(
                 began[name] = time.perf_counter()
                 traced[name] = function.trace(*arguments)
                 ask(traced[name].jaxpr)
-            for one in traced.values():  # while other processes compile
-                calls_ahead.lower_mosaic(one.jaxpr)
+                calls_ahead.lower_mosaic(traced[name].jaxpr)  # while others compile
             compiling = {
                 name: worker.submit(
                     made_with,

@@ -14,7 +14,8 @@ reads the prompts, `decode` adds one token to each sequence; both take and retur
 states. Without them `hidden_states` is the forward of training.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -41,6 +42,7 @@ from jaxkern.models.mixers.recurrent_state import (
 )
 from jaxkern.models.mixers.short_conv import ShortConv, ShortConvWeights
 from jaxkern.models.products import Matrices, Table, embed, output_product
+from jaxkern.models.traced_once import traced_once
 
 __all__ = [
     "DecoderConfig",
@@ -206,8 +208,26 @@ def through_layers(
 ) -> tuple[Float[Array, "b t d"], States | None]:
     """`hidden_states` of what is embedded; `behind[i]` is added behind layer i."""
 
+    rotations = tuple(at.tables)
+
     def begin(x: Float[Array, "b t d"], norm: Float[Array, " d"] | None, state: Any):
         return Branch.begin(config, x, norm, state, config.residual_scale)
+
+    @functools.cache
+    def block_of(mixer: Mixer | None, feed_forward: Any) -> Callable:
+        def block(layer: LayerWeights, x: Array, state: Any, at: Mixing, tables: Any):
+            at = at._replace(tables=dict(zip(rotations, tables, strict=True)))
+            if mixer is not None:
+                branch = begin(x, layer.mixer_norm, state)
+                x, state = mixer(config, cast(Any, layer.mixer), branch, state, at)
+            elif state is not None:
+                state = replace(state, lengths=grown(state, x, at))
+            if feed_forward is not None:
+                branch = begin(x, layer.feed_forward_norm, state)
+                x = feed_forward(config, cast(Any, layer.feed_forward), branch)
+            return x, state
+
+        return block if cache is None else traced_once(block)
 
     after: list[Any] = []
     blocks = zip(config.mixers, config.feed_forwards, weights.layers, strict=True)
@@ -215,15 +235,9 @@ def through_layers(
         state: Any = None
         if cache is not None:  # lengths are the same for all: derived from once
             state = replace(cache[i], lengths=cache[0].lengths)
-        if mixer is not None:
-            branch = begin(x, layer.mixer_norm, state)
-            x, state = mixer(config, cast(Any, layer.mixer), branch, state, at)
-        elif state is not None:
-            state = replace(state, lengths=grown(state, x, at))
+        places = at._replace(tables={}), tuple(at.tables.values())
+        x, state = block_of(mixer, feed_forward)(layer, x, state, *places)
         after.append(state)
-        if feed_forward is not None:
-            branch = begin(x, layer.feed_forward_norm, state)
-            x = feed_forward(config, cast(Any, layer.feed_forward), branch)
         x = x + behind[i].astype(x.dtype) if i < len(behind) else x
     x = rms_norm(x, weights.output_norm, eps=config.eps)
     return x, None if cache is None else tuple(after)

@@ -57,6 +57,7 @@ from jaxkern.models.prompt_rows import (
     stop_tokens,
 )
 from jaxkern.models.sampling import LIKELIEST, Sampling, Seen
+from jaxkern.quick_import import no_collections
 from jaxkern.runtime.plan.kept_calls import KeptCalls
 
 
@@ -183,11 +184,13 @@ class Generator:
             contextlib.ExitStack() as begun,
         ):
             kept, ask = KeptCalls(), None
-            if not kept.find(read, arguments):  # the process begins before tracing does
-                ask = begun.enter_context(compiled_ahead())
-            if chunks:
-                _, state = kept.shapes(read, arguments)
-                self.calls["decode"] = (write, (weights, state))
+            with no_collections():
+                # the process begins before tracing does
+                if not kept.find(read, arguments):
+                    ask = begun.enter_context(compiled_ahead())
+                if chunks:
+                    _, state = kept.shapes(read, arguments)
+                    self.calls["decode"] = (write, (weights, state))
             self.executables = compiled_in_turn(self.calls, kept, ask)
         self._settle = weakref.finalize(self, settle, kept)  # once, and at the latest
         self.compile_seconds = time.perf_counter() - start

@@ -15,6 +15,8 @@ and soft caps on scores and logits. `prefill` reads the prompts, `decode` adds o
 to each sequence; both take and return the key/value cache.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -55,6 +57,7 @@ from jaxkern.models.products import (
     summed_over,
 )
 from jaxkern.models.remat import Remat, rematerialised
+from jaxkern.models.traced_once import traced_once
 from jaxkern.primitives.rope.rope import Pairing
 from jaxkern.primitives.rope.rope_frequencies import RopeScaling
 
@@ -201,6 +204,12 @@ def hidden_states(
     x = embed(tokens, weights.embedding, jnp.dtype(config.dtype))
     if config.embedding_scale is not None:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
+
+    @functools.cache
+    def layer_with(window: int | None) -> Callable:
+        one = partial(transformer_layer, config, window=window)
+        return rematerialised(one, remat) if cache is None else traced_once(one)
+
     after = []
     for i, layer in enumerate(weights.layers):
         own = None
@@ -208,10 +217,7 @@ def hidden_states(
             own = replace(cache[i], lengths=cache[0].lengths)
         local = config.windowed is None or config.windowed[i]
         rotates = config.rotated is None or config.rotated[i]
-        one = partial(
-            transformer_layer, config, window=config.window if local else None
-        )
-        x, own = rematerialised(one, remat)(
+        x, own = layer_with(config.window if local else None)(
             layer,
             x,
             (near if local else far) if rotates else None,

@@ -1,5 +1,9 @@
 """How the executables of a generator are compiled."""
 
+import contextlib
+import gc
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -51,3 +55,30 @@ def test_what_xla_says_of_a_program_is_not_hidden(monkeypatch):
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="no memory"):
         run(monkeypatch, "gpu", fail)
+
+
+def test_kernels_of_one_function_are_begun_before_the_next_is_traced(monkeypatch):
+    order = []
+
+    def twice(x):
+        order.append("twice is traced")
+        assert not gc.isenabled()
+        return 2 * x
+
+    def thrice(x):
+        order.append("thrice is traced")
+        return 3 * x
+
+    ahead = SimpleNamespace(
+        lower_mosaic=lambda jaxpr: order.append("Mosaic"), begin=lambda lowered: lowered
+    )
+    monkeypatch.setattr(
+        decode_loop, "calls_compiled_ahead", lambda: contextlib.nullcontext(ahead)
+    )
+    calls = {f.__name__: (jax.jit(f), (X,)) for f in (twice, thrice)}
+    made = compiled_in_turn(calls, ask=lambda jaxpr: order.append("Triton"))
+    assert order == [
+        *("twice is traced", "Triton", "Mosaic"),
+        *("thrice is traced", "Triton", "Mosaic"),
+    ]
+    assert [made[name](X)[2] for name in calls] == [4, 6]

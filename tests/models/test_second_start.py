@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import subprocess
 import sys
@@ -78,6 +79,7 @@ def found(model, monkeypatch, **sizes) -> list[bool]:
 
     def shapes(kept, *call):
         order.append("traced")
+        assert not gc.isenabled()  # collections would walk all of jax
         return KeptCalls.shapes(kept, *call)
 
     def begin():

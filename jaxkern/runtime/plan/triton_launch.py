@@ -23,7 +23,7 @@ class TritonLaunch:
       shared_bytes: shared memory of one program.
       capability: of the GPU that it was compiled for: 90 for an H100 or H200.
       ttir: Triton's intermediate representation.
-      ptx: the assembly.
+      ptx: the assembly. Both are without the places of their source.
     """
 
     name: str
