@@ -29,8 +29,9 @@ demo: $(NEWEST)/ready $(NEWEST)/demo
 	$(NEWEST)/bin/jaxkern generate --prompt "Why is the sky blue? Answer in two sentences." --max-tokens 64
 
 # LLVM's optimisation of what XLA compiles for the CPU takes a quarter of the tests'
-# time, and compiling calls outside `jit` that only move numbers another tenth: all tests
-# run without the first, those on the newest jax without both, `make test-full` with them.
+# time, and compiling JAX's own functions that move, compare or add few numbers outside
+# `jit` (tests/quick_eager.py) another fifth: all tests run without the first, those on
+# the newest jax without both, `make test-full` with them.
 UNOPTIMISED := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
 
 # Everything in its order, two or three at once; then the tests have both cores. The

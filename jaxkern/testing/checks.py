@@ -242,6 +242,9 @@ def float_operands(operands: Sequence) -> list[int]:
     return [i for i, x in enumerate(operands) if is_float(x)]
 
 
+MOST_WEIGHTS = 8191  # of different ones; a prime, which no dim repeats
+
+
 def loss_of(
     f: Callable, operands: Sequence, wrt: Sequence[int], examples: int = 0
 ) -> Callable:
@@ -258,9 +261,9 @@ def loss_of(
         for y in as_tuple(f(*full)):
             if is_float(y) and y.size:
                 own = y.shape[examples:]
-                # no equations of their own
-                weights = np.cos(np.arange(math.prod(own), dtype=np.float32))
-                weights = weights.reshape(own)
+                # no equations of their own; cosines of millions would take long
+                count = min(math.prod(own), MOST_WEIGHTS)
+                weights = np.resize(np.cos(np.arange(count, dtype=np.float32)), own)
                 y = jnp.where(jnp.isfinite(y), y, 0)
                 total = total + jnp.sum(weights * jnp.sin(y.astype(total.dtype)))
         return total

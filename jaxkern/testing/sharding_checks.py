@@ -67,16 +67,19 @@ def shardings_of(p: KernelPrimitive, operands: Sequence) -> list[tuple[int, int,
 def check_sharding(p: KernelPrimitive, case: Case, full: bool = False) -> None:
     """Cuts each dim of each operand: plain `jit` gives the unsharded result.
 
-    One dim of every operand at once; in full each by itself.
+    Up to three dims of every operand at once, each over an axis of its own; in full
+    each dim by itself.
     """
     operands = operands_of(p, case)
     every = shardings_of(p, operands)
     rounds = [[cut] for cut in every] if full else in_rounds(every)
-    placed = [place_each(operands, over_axes(cuts, "abc"), 8) for cuts in rounds]
+    calls = itertools.batched(rounds, 1 if full else 3)
+    axes = [over_an_axis_each(several) for several in calls]
+    placed = [place_each(operands, axes_of) for axes_of in axes]
     expected = evaluated(bound(p, case), *operands)
     found = run_each(bound(p, case), placed)
-    for cuts, y in zip(rounds, found, strict=True):
-        dims = ", ".join(f"dim {dim} of {p.operands[i].name}" for i, dim, _ in cuts)
+    for axes_of, y in zip(axes, found, strict=True):
+        dims = ", ".join(f"dim {dim} of {p.operands[i].name}" for i, dim in axes_of)
         same(y, expected, what=f"{p.name}, {dims} cut")
 
 
@@ -97,15 +100,25 @@ def over_axes(cuts: Sequence[tuple[int, int, int]], axes: str) -> dict:
     }
 
 
-def place_each(operands: Sequence, axes_of: dict, devices: int) -> list:
-    """The operands on a mesh whose axes a, b ... have size 2.
+AXES = {1: ["abc"], 2: ["ab", "c"], 3: ["a", "b", "c"]}  # of so many groups of cuts
+
+
+def over_an_axis_each(groups: Sequence[Sequence[tuple[int, int, int]]]) -> dict:
+    """`over_axes` of up to three groups of cuts; their axes are not the same."""
+    axes = {}
+    for cuts, own in zip(groups, AXES[len(groups)], strict=True):
+        axes |= over_axes(cuts, own)
+    return axes
+
+
+def place_each(operands: Sequence, axes_of: dict) -> list:
+    """The operands on a mesh of 8 devices, whose axes a, b and c have size 2.
 
     One function may then cut one dim into 8 parts, and another into 2.
     """
-    axes = tuple("abc"[: devices.bit_length() - 1])
-    kinds = (AxisType.Auto,) * len(axes)
+    kinds = (AxisType.Auto,) * 3
     mesh = jax.make_mesh(
-        (2,) * len(axes), axes, axis_types=kinds, devices=jax.devices()[:devices]
+        (2, 2, 2), tuple("abc"), axis_types=kinds, devices=jax.devices()[:8]
     )
 
     def sharding(i, x):
@@ -162,7 +175,7 @@ class NamedDim(NamedTuple):
 
 
 class CutCall(NamedTuple):
-    """A call and its cuts, by (operand, dim) the axes of a mesh (a, b) of 4 devices."""
+    """A call and its cuts, by (operand, dim) the axes of a mesh of 8 devices."""
 
     title: str
     operands: list
@@ -172,46 +185,33 @@ class CutCall(NamedTuple):
 def check_every_dim(p: KernelPrimitive, case: Case, full: bool = False) -> None:
     """Cuts each named dim around opaque kernels: values and gradients.
 
-    Two dims at once, each over an axis of its own. A dim that divides by no number of
-    devices is doubled first, where the op lets it, and is cut alone. What is gathered,
-    whatever it is, is cut in every operand at once, and gives gradients once. In full
-    each dim is cut alone, over both axes.
+    Up to three dims at once, each over an axis of its own; what is gathered, whatever
+    it is, is cut in every operand at once. A dim that divides by no number of devices
+    is doubled first, where the op lets it. In full each dim is cut alone, over two
+    axes.
     """
     operands = operands_of(p, case)
     f = bound(p, case)
     every = dims_to_cut(p, case, operands)
-    as_given = [x for x in every if not full and x.operands is operands]
-    gathered = in_rounds(sorted(x.at for x in as_given if x.gathered))
-    rounds = [
-        CutCall("what is gathered", operands, over_axes(cuts, "ab"))
-        for cuts in gathered
-    ]
-    with_grads = [
-        over_an_axis_each(pair)
-        for pair in itertools.batched((x for x in as_given if not x.gathered), 2)
-    ]
-    values = rounds[1:]
-    for x in every:
-        if full or x.operands is not operands:
-            calls = values if x.gathered and not full else with_grads
-            calls.append(CutCall(x.label, x.operands, over_axes([x.at], "ab")))
-    both = with_gradients(p, f)
-    compare_cuts(p, both, with_grads + rounds[:1], operands)
-    compare_cuts(p, lambda *operands: (f(*operands), ()), values, operands)
-
-
-def over_an_axis_each(dims: Sequence[NamedDim]) -> CutCall:
-    """Two dims of one call, or one over both axes."""
-    title = " and ".join(x.label for x in dims)
-    each = ["a", "b"] if len(dims) == 2 else ["ab"]
-    axes = {}
-    for x, own in zip(dims, each, strict=True):
-        axes |= over_axes([x.at], own)
-    return CutCall(title, dims[0].operands, axes)
+    if full:
+        calls = [CutCall(x.label, x.operands, over_axes([x.at], "ab")) for x in every]
+        compare_cuts(p, with_gradients(p, f), calls, operands)
+        return
+    calls = []
+    every = all_doubled(p, case, operands, every)
+    for given in {id(x.operands): x.operands for x in every}.values():
+        here = [x for x in every if x.operands is given]
+        gathered = in_rounds(sorted(x.at for x in here if x.gathered))
+        groups = [(x.label, [x.at]) for x in here if not x.gathered]
+        groups += [("what is gathered", cuts) for cuts in gathered]
+        for several in itertools.batched(groups, 3):
+            titles, cuts = zip(*several, strict=True)
+            calls.append(CutCall(" and ".join(titles), given, over_an_axis_each(cuts)))
+    compare_cuts(p, with_gradients(p, f), calls, operands)
 
 
 def dims_to_cut(p: KernelPrimitive, case: Case, operands: list) -> list[NamedDim]:
-    f = bound(p, case)
+    """Each named dim that can be cut, doubled by itself where its size is odd."""
     holders: dict[str, tuple[int, int]] = {}
     for i, x in enumerate(operands):
         for d in range(0 if x is None else x.ndim):
@@ -221,21 +221,46 @@ def dims_to_cut(p: KernelPrimitive, case: Case, operands: list) -> list[NamedDim
     for label, (i, d) in holders.items():
         given = operands
         if parts_of(given[i].shape[d]) == 1:
-            given = [
-                x if x is None else doubled(p, operands, k, label)
-                for k, x in enumerate(operands)
-            ]
-        try:
-            out = jax.tree.leaves(jax.eval_shape(f, *given))
-        except (TypeError, ValueError):
-            continue  # its size is given, by an option or by another dim
-        holder = given[i]
-        assert holder is not None  # or it would have no label
-        parts = min(parts_of(holder.shape[d]), 4)
-        if parts > 1:
-            gathered = not names_cut(p, given, (i, d, parts), out)[0]
-            found.append(NamedDim(label, given, (i, d, parts), gathered))
+            given = with_doubled(p, operands, label)
+        found += named_dim(p, case, label, given, (i, d))
     return found
+
+
+def all_doubled(
+    p: KernelPrimitive, case: Case, operands: list, every: list[NamedDim]
+) -> list[NamedDim]:
+    """The dims of one call in which all those are doubled that have to be.
+
+    Where the op lets them only one by one, each has a call of its own.
+    """
+    given = operands
+    for x in every:
+        if x.operands is not operands:
+            given = with_doubled(p, given, x.label)
+    found = [dim for x in every for dim in named_dim(p, case, x.label, given, x.at[:2])]
+    return found if len(found) == len(every) else every
+
+
+def named_dim(
+    p: KernelPrimitive, case: Case, label: str, operands: list, at: tuple[int, int]
+) -> list[NamedDim]:
+    """The dim as it is cut into at most 4 parts; none where the op or its size refuse.
+
+    Args:
+      at: (operand, dim).
+    """
+    i, d = at
+    try:
+        out = jax.tree.leaves(jax.eval_shape(bound(p, case), *operands))
+    except (TypeError, ValueError):
+        return []  # its size is given, by an option or by another dim
+    holder = operands[i]
+    assert holder is not None  # or it would have no label
+    parts = min(parts_of(holder.shape[d]), 4)
+    if parts == 1:
+        return []
+    gathered = not names_cut(p, operands, (i, d, parts), out)[0]
+    return [NamedDim(label, operands, (i, d, parts), gathered)]
 
 
 def compare_cuts(
@@ -251,7 +276,7 @@ def compare_cuts(
     others = [call.operands for call in calls if call.operands is not operands]
     of_operands, *of_others = evaluate_each(every, [operands, *others])
     with opaque_kernels(p):
-        placed = [place_each(call.operands, call.axes, 4) for call in calls]
+        placed = [place_each(call.operands, call.axes) for call in calls]
         found = run_each(every, placed)
     rest = iter(of_others)
     for call, actual in zip(calls, found, strict=True):
@@ -264,6 +289,14 @@ def compare_cuts(
 def run_each(f: Callable, calls: Sequence[Sequence]) -> list:
     """The results of several calls of f, in one executable."""
     return jax.jit(lambda calls: [f(*operands) for operands in calls])(calls)
+
+
+def with_doubled(p: KernelPrimitive, operands: Sequence, label: str) -> list:
+    """The operands, twice as long along a dim."""
+    return [
+        x if x is None else doubled(p, operands, i, label)
+        for i, x in enumerate(operands)
+    ]
 
 
 def doubled(p: KernelPrimitive, operands: Sequence, i: int, label: str):

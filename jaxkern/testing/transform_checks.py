@@ -3,12 +3,12 @@
 `jaxkern/testing/checks.py` has the rest.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.test_util import check_grads
 
 from jaxkern.primitives.family import KernelPrimitive
 from jaxkern.testing.checks import (
@@ -41,7 +41,14 @@ def check_gradients(p: KernelPrimitive, case: Case) -> None:
         rng = np.random.default_rng(1)
         direction = tuple(on_device(rng.standard_normal(v.shape)) for v in values)
 
+        orders = (
+            "forward over reverse",
+            "reverse over forward",
+            "reverse over reverse",
+        )
+
         def every_mode(f, of_second_order):
+            """What is of first order comes of what is of second order."""
             loss = loss_of(f, operands, wrt)
             every = tuple(range(len(wrt)))
             grad = jax.grad(loss, every)
@@ -50,23 +57,19 @@ def check_gradients(p: KernelPrimitive, case: Case) -> None:
                 return jax.jvp(loss, values, direction)[1]
 
             def pulled_along(*values):
-                pairs = zip(grad(*values), direction, strict=True)
-                return sum(jnp.vdot(g, d) for g, d in pairs)
+                return dot(grad(*values), direction)
 
-            second = {
-                "forward over reverse": lambda *v: jax.jvp(grad, v, direction)[1],
-                "reverse over forward": jax.grad(along, every),
-                "reverse over reverse": jax.grad(pulled_along, every),
-            }
-            first = {"forward": along, "reverse": grad}
-            modes = first | {mode: second[mode] for mode in of_second_order}
-            return lambda *v: {mode: g(*v) for mode, g in modes.items()}
+            def modes(*values):
+                reverse, tangents = jax.jvp(grad, values, direction)
+                found = {"reverse": reverse, orders[0]: tangents}
+                if orders[1] not in of_second_order:
+                    return found | {"forward": along(*values)}
+                forward, of_forward = jax.value_and_grad(along, every)(*values)
+                found |= {"forward": forward, orders[1]: of_forward}
+                return found | {orders[2]: jax.grad(pulled_along, every)(*values)}
 
-        orders = (
-            "forward over reverse",
-            "reverse over forward",
-            "reverse over reverse",
-        )
+            return modes
+
         actual = evaluated(every_mode(bound(p, case), orders), *values)
         # the second derivatives of plain JAX are the same in each order, but where
         # the reverse pass rounds
@@ -93,6 +96,9 @@ def check_no_gradient(p: KernelPrimitive, case: Case, operands: Sequence) -> Non
             assert not np.any(np.asarray(g))
 
 
+STEP = 1e-4  # of differences
+
+
 def check_numerical_gradients(p: KernelPrimitive, case: Case) -> None:
     """Finite differences to order 2, forward and reverse, in float64.
 
@@ -105,9 +111,51 @@ def check_numerical_gradients(p: KernelPrimitive, case: Case) -> None:
         if not differentiable(p, operands):
             return
         wrt = float_operands(operands)
-        loss = jax.jit(loss_of(bound(p, case), operands, wrt))
+        loss = loss_of(bound(p, case), operands, wrt)
+        every = tuple(range(len(wrt)))
         values = tuple(operands[i] for i in wrt)
-        check_grads(loss, values, order=2, modes=["fwd", "rev"], atol=1e-4, rtol=1e-4)
+        rng = np.random.default_rng(1)
+        u, v = (
+            tuple(on_device(rng.standard_normal(x.shape)) for x in values)
+            for _ in range(2)
+        )
+
+        def forward(f, at):
+            return lambda *values: jax.jvp(f, values, at)[1]
+
+        def reverse(f, at):
+            return lambda *values: dot(jax.grad(f, every)(*values), at)
+
+        def differences(f, at):
+            """Of f a step each way."""
+            a, b = (
+                f(*(x + step * d for x, d in zip(values, at, strict=True)))
+                for step in (STEP, -STEP)
+            )
+            return (a - b) / (2 * STEP)
+
+        def all_orders():
+            along = forward(loss, u)
+            firsts = [mode(loss, u)(*values) for mode in (forward, reverse)]
+            seconds = [
+                outer(inner(loss, u), v)(*values)
+                for outer in (forward, reverse)
+                for inner in (forward, reverse)
+            ]
+            return (differences(loss, u), firsts), (differences(along, v), seconds)
+
+        for order, (expected, found) in enumerate(evaluated(all_orders), 1):
+            what = f"{p.name}, differences of order {order}"
+            np.testing.assert_allclose(
+                found, len(found) * [expected], rtol=1e-4, atol=1e-4, err_msg=what
+            )
+
+
+def dot(xs: Sequence[jax.Array], ys: Sequence[jax.Array]) -> jax.Array:
+    """The sum of the products of all elements of all arrays."""
+    return sum(
+        (jnp.vdot(x, y) for x, y in zip(xs, ys, strict=True)), start=jnp.zeros(())
+    )
 
 
 def batched_operands(operands: Sequence, size: int, at: Sequence[int]) -> list:
@@ -137,9 +185,23 @@ def examples_of(mapped: Sequence, axes: Sequence) -> list[list]:
 
 
 def of_each(f: Callable, maps: Sequence[Sequence[Sequence]]) -> list:
-    """For each map the results of f for its examples, stacked on a first axis."""
-    results = iter(evaluate_each(f, [example for each in maps for example in each]))
-    return [stacked([next(results) for _ in examples]) for examples in maps]
+    """For each map the results of f for its examples, stacked on a first axis.
+
+    An example that several maps have, such as their first, is evaluated once.
+    """
+    keys = [list(map(key_of, examples)) for examples in maps]
+    pairs = zip(itertools.chain(*keys), itertools.chain(*maps), strict=True)
+    different = dict(pairs)
+    found = evaluate_each(f, list(different.values()))
+    results = dict(zip(different, found, strict=True))
+    return [stacked([results[key] for key in of_map]) for of_map in keys]
+
+
+def key_of(example: Sequence) -> tuple:
+    return tuple(
+        None if x is None else (x.shape, x.dtype, np.asarray(x).tobytes())
+        for x in example
+    )
 
 
 def stacked(results: Sequence):
@@ -194,47 +256,55 @@ def check_vmap(p: KernelPrimitive, case: Case, full: bool = False) -> None:
     same(along_last, expected[-1], what="vmap over the last axis")
     same(nested, stacked(of_rows), what="nested vmap")
     if differentiable(p, operands):
-        check_gradients_of_vmap(p, case, each if full else in_halves(present))
-
-
-def in_halves(present: Sequence[int]) -> list[Sequence[int]]:
-    """Every other one, those between them, and all; each of them once."""
-    halves = [present[::2], present[1::2]] if len(present) > 1 else []
-    return [*halves, present]
+        halves = [present[::2], present[1::2]] if len(present) > 1 else [present]
+        if full:
+            check_gradients_of_vmap(p, case, each, each)
+        else:
+            check_gradients_of_vmap(p, case, halves, [present])
 
 
 def check_gradients_of_vmap(
-    p: KernelPrimitive, case: Case, each: Sequence[Sequence[int]]
+    p: KernelPrimitive,
+    case: Case,
+    outer: Sequence[Sequence[int]],
+    inner: Sequence[Sequence[int]],
 ) -> None:
-    """grad of vmap and vmap of grad, over the operands at several positions at once.
+    """grad of vmap and vmap of grad, each over the operands at several positions.
 
     Args:
-      each: positions of the operands of each map, those of all operands last.
+      outer: positions of the operands of each vmap that a gradient is taken of.
+      inner: the same of each vmap of a gradient.
     """
     f, operands = bound(p, case), operands_of(p, case)
-    every_axes = [axes_of(operands, at) for at in each]
+    axes_of_outer, axes_of_inner = (
+        [axes_of(operands, at) for at in each] for each in (outer, inner)
+    )
 
-    def grads(every):
+    def grads(of_outer, of_inner):
         return [
-            (
-                gradients(jax.vmap(f, axes), mapped, examples=1)(*mapped),
-                jax.vmap(gradients(f, mapped), axes)(*mapped),
-            )
-            for mapped, axes in zip(every, every_axes, strict=True)
+            gradients(jax.vmap(f, axes), mapped, examples=1)(*mapped)
+            for mapped, axes in zip(of_outer, axes_of_outer, strict=True)
+        ], [
+            jax.vmap(gradients(f, mapped), axes)(*mapped)
+            for mapped, axes in zip(of_inner, axes_of_inner, strict=True)
         ]
 
     with jax.enable_x64(True):
         wide = [in_float64(x) for x in operands]
-        every = [batched_operands(wide, 3, at) for at in each]
-        found = evaluated(grads, every)
+        of_outer, of_inner = (
+            [batched_operands(wide, 3, at) for at in each] for each in (outer, inner)
+        )
+        found = itertools.chain(*evaluated(grads, of_outer, of_inner))
         reference = jitted_with_gradients(p, case, reference=True)
+        every, every_axes = of_outer + of_inner, axes_of_outer + axes_of_inner
         of_examples = of_each(reference, list(map(examples_of, every, every_axes)))
-        for mapped, axes, (outer, inner), (_, expected) in zip(
-            every, every_axes, found, of_examples, strict=True
+        for k, (mapped, axes, actual, (_, expected)) in enumerate(
+            zip(every, every_axes, found, of_examples, strict=True)
         ):
-            summed = summed_where_shared(expected, mapped, axes)
-            same(outer, summed, ulps=2**20, what=f"grad of vmap, {axes}")
-            same(inner, expected, ulps=2**20, what=f"vmap of grad, {axes}")
+            if k < len(outer):
+                expected = summed_where_shared(expected, mapped, axes)
+            what = "grad of vmap" if k < len(outer) else "vmap of grad"
+            same(actual, expected, ulps=2**20, what=f"{what}, {axes}")
 
 
 def check_transforms(p: KernelPrimitive, case: Case) -> None:

@@ -51,12 +51,14 @@ def interpreter_process() -> subprocess.Popen:
     return process
 
 
-def check_in_its_own_process(file: str, count: int | str = "") -> None:
+def check_in_its_own_process(
+    file: str, count: int | str = "", marks: str = "not full"
+) -> None:
     """Kernels must not have been decorated when the interpreter is asked for."""
     process = interpreter_process()
     assert process.stdin is not None and process.stdout is not None
     with tempfile.NamedTemporaryFile("r") as printed:
-        process.stdin.write(f"{file}\t{printed.name}\n")
+        process.stdin.write(f"{file}\t{printed.name}\t{marks}\n")
         process.stdin.flush()
         code, text = process.stdout.readline().strip(), printed.read()
     assert code == "0" and f"{count} passed" in text, text

@@ -39,9 +39,19 @@ CASES = {
 }
 
 
+ONE, SEVERAL = (1, 4, 64, 64), (3, 3, 80, 37)  # t, g, h, hv: of odd dims, too
+NOT_SEEN = ("window", "sinks")  # which keys depends on the query, or none at all
+
+
 @alone
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("t, g, h, hv", [(1, 4, 64, 64), (3, 3, 80, 37)])
+@pytest.mark.parametrize(
+    "name, t, g, h, hv",
+    [(name, *ONE) for name in CASES]
+    + [
+        pytest.param(name, *SEVERAL, marks=[pytest.mark.full] * (name not in NOT_SEEN))
+        for name in CASES
+    ],
+)
 def test_a_cluster_computes_what_the_reference_does(t, g, h, hv, name, monkeypatch):
     options, lengths, offsets = CASES[name]
     k, s = 2, 300
@@ -73,7 +83,13 @@ def test_a_cluster_computes_what_the_reference_does(t, g, h, hv, name, monkeypat
 
 @starts_it
 def test_clusters_in_the_interpreter():
-    check_in_its_own_process(__file__, 10)
+    check_in_its_own_process(__file__, len(CASES) + len(NOT_SEEN))
+
+
+@starts_it
+@pytest.mark.full
+def test_clusters_of_several_tokens_in_the_interpreter():
+    check_in_its_own_process(__file__, len(CASES) - len(NOT_SEEN), "full")
 
 
 @starts_it

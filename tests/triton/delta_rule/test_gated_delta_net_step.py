@@ -14,6 +14,7 @@ from jaxkern.gpu.device import compiling_for
 from jaxkern.primitives.delta_rule.gated_delta_net_step import (
     gated_delta_net_step_reference,
 )
+from jaxkern.testing.interpreter import evaluated
 from jaxkern.triton.delta_rule import gated_delta_net_step as kernel
 from jaxkern.triton.norm import split_rows
 from tests.primitives.delta_rule.test_gated_delta_net_step import draw
@@ -92,7 +93,9 @@ def test_wide_values_are_left_to_xla():
 def test_values(shape, counts):
     x = draw(*shape)
     counts = counts and jnp.array(counts[-shape[0] :])
-    expected = gated_delta_net_step_reference(*x.values(), counts, eps=1e-3)
+    expected = evaluated(
+        functools.partial(gated_delta_net_step_reference, eps=1e-3), *x.values(), counts
+    )
     with interpreted():
         found = kernel.gated_delta_net_step(*x.values(), counts, eps=1e-3)
     for y, e in zip(found, expected, strict=True):
@@ -108,7 +111,9 @@ def test_a_cluster_has_the_value_dims_of_a_head(monkeypatch, hv, programs):
     """Of the last one fewer, or none."""
     x = draw(2, 2, 2, 40, hv)
     counts = jnp.array([0, 1])
-    expected = gated_delta_net_step_reference(*x.values(), counts, eps=1e-3)
+    expected = evaluated(
+        functools.partial(gated_delta_net_step_reference, eps=1e-3), *x.values(), counts
+    )
     step = functools.partial(kernel.gated_delta_net_step, eps=1e-3)
     found, [(cluster, constants)] = in_a_cluster(
         monkeypatch, step, *x.values(), counts, kernel=split_rows
@@ -126,7 +131,11 @@ def test_gates_far_from_zero():
     x = draw(1, 1, 2, 4, 4)
     for rate in (200.0, -60.0):
         x["rate"] = jnp.full((1, 2), rate)
-        expected = gated_delta_net_step_reference(*x.values(), None, eps=1e-3)
+        expected = evaluated(
+            functools.partial(gated_delta_net_step_reference, eps=1e-3),
+            *x.values(),
+            None,
+        )
         with interpreted():
             found = kernel.gated_delta_net_step(*x.values(), None, eps=1e-3)
         for y, e in zip(found, expected, strict=True):

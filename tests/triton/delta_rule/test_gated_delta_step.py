@@ -1,5 +1,6 @@
 """The kernel of both delta steps: its launch, and its values in the interpreter."""
 
+import functools
 import re
 
 import jax
@@ -14,6 +15,7 @@ from jaxkern.primitives.delta_rule.gated_delta_step import gated_delta_step_refe
 from jaxkern.primitives.delta_rule.kimi_delta_attention_step import (
     kimi_delta_attention_step_reference,
 )
+from jaxkern.testing.interpreter import evaluated
 from jaxkern.triton.delta_rule import gated_delta_step as kernel
 from tests.triton.interpreted import (
     INTERPRETED,
@@ -64,7 +66,9 @@ def draw(b, k, group, h, hv, dtype=jnp.float32):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values(shape, in_place):
     operands = draw(*shape)
-    expected = gated_delta_step_reference(*operands, scale=0.3)
+    expected = evaluated(
+        functools.partial(gated_delta_step_reference, scale=0.3), *operands
+    )
     with interpreted(in_place):
         found = kernel.gated_delta_step(*operands, scale=0.3)
     for y, e in zip(found, expected, strict=True):
@@ -78,7 +82,9 @@ def test_values_with_a_decay_of_each_channel(shape):
     g = g[..., None] * jnp.arange(key.shape[-1])  # the first row keeps all
     g = g.at[..., -1].set(-jnp.inf)
     operands = (query, key, value, g, beta, state)
-    expected = kimi_delta_attention_step_reference(*operands, scale=0.3)
+    expected = evaluated(
+        functools.partial(kimi_delta_attention_step_reference, scale=0.3), *operands
+    )
     with interpreted():
         found = kernel.gated_delta_step(*operands, scale=0.3)
     for y, e in zip(found, expected, strict=True):

@@ -17,6 +17,7 @@ from jaxkern.primitives.norm.layer_norm import (
 )
 from jaxkern.primitives.norm.rms_norm_add import rms_norm_add_fwd_reference
 from jaxkern.primitives.rope.rope import apply_rope_reference
+from jaxkern.testing.interpreter import evaluated
 from jaxkern.triton.norm import layer_norm, rms_norm_add
 from jaxkern.triton.rope import rope as apply_rope
 from tests.triton.interpreted import (
@@ -65,7 +66,9 @@ def test_layer_norm_with_an_offset_of_its_weight(offset):
         y, *saved = layer_norm.layer_norm_fwd(x, weight, bias, **options)
         operands = (x, weight, bias, *saved, dy)
         grads = layer_norm.layer_norm_bwd(*operands, wanted=(True,) * 3, **options)
-    expected = layer_norm_fwd_reference(x, weight, bias, **options)
+    expected = evaluated(
+        functools.partial(layer_norm_fwd_reference, **options), x, weight, bias
+    )
     np.testing.assert_allclose(y, expected[0], atol=1e-5)
     operands = (x, weight, bias, *expected[1:], dy)
     for g, e in zip(grads, layer_norm_bwd_reference(*operands, **options), strict=True):
@@ -82,8 +85,16 @@ def test_a_sum_of_few_rows(scale):
     with interpreted():
         found = rms_norm_add.rms_norm_add_fwd(*operands, **options)
         bare = rms_norm_add.rms_norm_add_fwd(x, residual, None, None, **options)
-    expected = rms_norm_add_fwd_reference(*operands, **options)
-    bare_expected = rms_norm_add_fwd_reference(x, residual, None, None, **options)
+    expected = evaluated(
+        functools.partial(rms_norm_add_fwd_reference, **options), *operands
+    )
+    bare_expected = evaluated(
+        functools.partial(rms_norm_add_fwd_reference, **options),
+        x,
+        residual,
+        None,
+        None,
+    )
     for y, e in zip((*found, *bare), (*expected, *bare_expected), strict=True):
         np.testing.assert_allclose(y, e, atol=1e-5)
 
