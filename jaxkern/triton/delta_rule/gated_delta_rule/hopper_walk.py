@@ -369,27 +369,6 @@ def walk_backward(
 
 
 @gluon_jit
-def walk_beside_copies(walk: gl.constexpr, walking, copying, P: gl.constexpr):
-    """Walks, one of each block of a program's columns, and what copies for them."""
-    if P.together == 1:
-        warp_specialize(
-            [(walk, (*walking, 0, P)), (copy_chunks, copying)],
-            [4],
-            [96],
-        )
-    else:
-        warp_specialize(
-            [
-                (walk, (*walking, 0, P)),
-                (walk, (*walking, 1, P)),
-                (copy_chunks, copying),
-            ],
-            [4, 4],
-            [232, 40],
-        )
-
-
-@gluon_jit
 def forward(
     pointers,
     initial_ptr,
@@ -418,9 +397,25 @@ def forward(
     filled = (keys, queries, values, inverses, scores, vectors, keys)
     read = (keys, queries, values, inverses, scores, vectors, tiles)
     results = (out_ptr + row, final_ptr)
-    walking = (read, bars, initial_ptr, place, column, results)
-    copying = (pointers, ready_ptr, filled, bars, column, "out", P)
-    walk_beside_copies(walk_forward, walking, copying, P)
+    if B == 1:
+        warp_specialize(
+            [
+                (walk_forward, (read, bars, initial_ptr, place, column, results, 0, P)),
+                (copy_chunks, (pointers, ready_ptr, filled, bars, column, "out", P)),
+            ],
+            [4],
+            [96],
+        )
+    else:
+        warp_specialize(
+            [
+                (walk_forward, (read, bars, initial_ptr, place, column, results, 0, P)),
+                (walk_forward, (read, bars, initial_ptr, place, column, results, 1, P)),
+                (copy_chunks, (pointers, ready_ptr, filled, bars, column, "out", P)),
+            ],
+            [4, 4],
+            [232, 40],
+        )
 
 
 @gluon_jit
@@ -441,9 +436,25 @@ def forth(pointers, initial_ptr, states_ptr, written_ptr, program, P: gl.constex
     filled = (keys, keys, values, inverses, keys, vectors, keys)
     read = (keys, values, inverses, vectors, tiles, wides)
     results = (states_ptr, written_ptr + row)
-    walking = (read, bars, initial_ptr, place, column, results)
-    copying = (pointers, None, filled, bars, column, "states", P)
-    walk_beside_copies(walk_states, walking, copying, P)
+    if B == 1:
+        warp_specialize(
+            [
+                (walk_states, (read, bars, initial_ptr, place, column, results, 0, P)),
+                (copy_chunks, (pointers, None, filled, bars, column, "states", P)),
+            ],
+            [4],
+            [96],
+        )
+    else:
+        warp_specialize(
+            [
+                (walk_states, (read, bars, initial_ptr, place, column, results, 0, P)),
+                (walk_states, (read, bars, initial_ptr, place, column, results, 1, P)),
+                (copy_chunks, (pointers, None, filled, bars, column, "states", P)),
+            ],
+            [4, 4],
+            [232, 40],
+        )
 
 
 @gluon_jit
@@ -477,9 +488,25 @@ def back(
     if dvalue_ptr is not None:
         dvalue_ptr += row
     results = (dstates_ptr, dr_ptr + row, dvalue_ptr, dinitial_ptr)
-    walking = (read, bars, dfinal_ptr, place, column, results)
-    copying = (pointers, None, filled, bars, column, "back", P)
-    walk_beside_copies(walk_backward, walking, copying, P)
+    if B == 1:
+        warp_specialize(
+            [
+                (walk_backward, (read, bars, dfinal_ptr, place, column, results, 0, P)),
+                (copy_chunks, (pointers, None, filled, bars, column, "back", P)),
+            ],
+            [4],
+            [96],
+        )
+    else:
+        warp_specialize(
+            [
+                (walk_backward, (read, bars, dfinal_ptr, place, column, results, 0, P)),
+                (walk_backward, (read, bars, dfinal_ptr, place, column, results, 1, P)),
+                (copy_chunks, (pointers, None, filled, bars, column, "back", P)),
+            ],
+            [4, 4],
+            [232, 40],
+        )
 
 
 @gluon_jit
