@@ -9,6 +9,7 @@ function that tests or the library put under `jit`, stays XLA's.
 
 import functools
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -271,9 +272,18 @@ def of_equations(jaxpr, operands) -> list | None:
     return [value(x) for x in jaxpr.outvars]
 
 
-@functools.lru_cache(maxsize=4096)
+# Of traced functions as long as they live: caches of JAX's end with them.
+KNOWN: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
 def is_quick(jaxpr) -> bool:
     """Of JAX's own, of known equations, of which one rounds at most."""
+    if jaxpr not in KNOWN:
+        KNOWN[jaxpr] = has_quick_equations(jaxpr)
+    return KNOWN[jaxpr]
+
+
+def has_quick_equations(jaxpr) -> bool:
     file = jaxpr.debug_info.func_filename or ""
     every = list(equations(jaxpr))
     outs = [x for eqn in every for x in eqn.outvars] + list(jaxpr.outvars)

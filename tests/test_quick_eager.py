@@ -1,5 +1,8 @@
 """What NumPy computes in XLA's place has the same bits."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,3 +94,13 @@ def test_what_is_left_to_xla(by_numpy):
     placed = jax.device_put(x, jax.devices()[1])
     assert by_numpy(jnp.add, x, placed) == [None]
     assert by_numpy(jnp.add, x, x) != [None]
+
+
+def test_no_traced_function_is_kept_alive():
+    """Else JAX finds it for arrays of 64 bits that have become ones of 32."""
+    traced = jax.make_jaxpr(lambda x: x + 1)(1.0)
+    quick_eager.is_quick(traced)
+    alive = weakref.ref(traced)
+    del traced
+    gc.collect()
+    assert alive() is None
