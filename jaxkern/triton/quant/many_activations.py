@@ -40,7 +40,11 @@ from jaxkern.triton.quant.fragments import (
     twice,
     unsigned_codes,
 )
-from jaxkern.triton.quant.one_activation import low_float, store_word
+from jaxkern.triton.quant.one_activation import (
+    low_float,
+    shared_base,
+    store_word,
+)
 from jaxkern.triton.quant.product_kernel import (
     begin_early,
     put,
@@ -186,14 +190,6 @@ def copy_step(
 
 
 @gluon_jit
-def start_of_memory(any):
-    """The address of the activations, which are all that Triton has placed."""
-    return gl.inline_asm_elementwise(
-        "mov.u32 $0, global_smem; // $1", "=r,r", [any], gl.int32, True, 1
-    )
-
-
-@gluon_jit
 def in_order_of_weights(totals, any, COLUMNS: gl.constexpr):
     """Sums `[16 warps, COLUMNS]` as `[COLUMNS, 16 warps]`, neighbours in two lanes.
 
@@ -203,7 +199,7 @@ def in_order_of_weights(totals, any, COLUMNS: gl.constexpr):
     WARPS: gl.constexpr = gl.num_warps()
     PITCH: gl.constexpr = 64 * WARPS + 32  # bytes: lanes meet different banks
     SUMS: gl.constexpr = sums_layout(WARPS, COLUMNS)
-    memory = start_of_memory(any)
+    memory = shared_base(any)  # where the activations lie, all that Triton places
     place = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, SUMS))
     weight = (place // 16 * 16 + place % 8 * 2 + place % 16 // 8)[:, None]
     row = gl.arange(0, COLUMNS, gl.SliceLayout(0, SUMS))[None, :]

@@ -80,6 +80,7 @@ def high_float(pair):
 
 @gluon_jit
 def shared_base(any):
+    """The address of the shared memory that Triton places arrays in."""
     return gl.inline_asm_elementwise(
         "mov.u32 $0, global_smem;", "=r,r", [any], gl.int32, False, 1
     )

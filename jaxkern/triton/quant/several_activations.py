@@ -1,4 +1,4 @@
-"""The kernel of products of packed rows with 9 to 16 activations.
+"""The kernel of products of packed rows with up to 16 activations.
 
     y = x w^T
 

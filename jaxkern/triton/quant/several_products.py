@@ -1,4 +1,4 @@
-"""Products of packed rows with 9 to 384 activations: which kernel, and its sizes.
+"""Products of packed rows with up to 384 activations: which kernel, and its sizes.
 
 Up to 16 activations, and those of more digits than bfloat16 has, are multiplied with
 codes as they are (several_activations.py). More take decoded weights from registers to
