@@ -1,8 +1,8 @@
 """Products with interleaved rows of GGUF blocks on NVIDIA GPUs, for any number of rows.
 
-One activation goes to a kernel that takes in the norm before and the gate or the addition
-after; before Hopper up to eight do. Up to 384 go to several_products.py. For more the
-weights are written once as bfloat16, and XLA multiplies.
+One activation goes to a kernel that takes in the norm before and the gate or the
+addition after; before Hopper up to eight do. Up to 384 go to several_products.py. For
+more the weights are written once as bfloat16, and XLA multiplies.
 """
 
 import math
