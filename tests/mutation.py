@@ -13,14 +13,17 @@ only asserts: `assert` and zip's `strict=`.
 import argparse
 import ast
 import dataclasses
+import os
 import random
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 LOADERS = "tests/models/test_llama.py", "tests/models/test_hugging_face.py"
@@ -186,14 +189,36 @@ def is_negated_by_a_swap(test: ast.expr) -> bool:
     return isinstance(test, ast.Compare) and isinstance(test.ops[0], inverse)
 
 
+# An installed package is found ahead of any path.
+FORGET_THE_INSTALLED = """import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]
+"""
+
+
 def copy_of_the_tree(folder: Path) -> None:
+    """With the C++ kernels as they are installed; `run` imports what is there."""
+    (folder / "sitecustomize.py").write_text(FORGET_THE_INSTALLED)
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
-    built = [str(p.relative_to(ROOT)) for p in ROOT.glob("jaxkern/cpu/*.so")]
-    for name in [*names.stdout.splitlines(), *built]:
-        if (ROOT / name).is_file():
+    installed = Path(sysconfig.get_path("purelib"))
+    built = [str(p.relative_to(installed)) for p in installed.glob("jaxkern/*/*.so")]
+    every = [(ROOT, n) for n in names.stdout.splitlines()]
+    for root, name in [*every, *((installed, name) for name in built)]:
+        if (root / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
+            shutil.copy2(root / name, folder / name)
+
+
+def run(folder: Path, arguments: Sequence[str], seconds: float) -> Any:
+    """Python in the copy, on the copy."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
 
 
 def tests_of(file: str) -> list[list[str]]:
@@ -204,16 +229,10 @@ def outcome(folder: Path, file: str, seconds: float) -> str:
     """ "survived", or what noticed the mutant that is in `folder`."""
     end = time.monotonic() + seconds
     for arguments in tests_of(file):
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         command += ["-m", "not full and not gpu", *arguments]
         try:
-            ran = subprocess.run(
-                command,
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                timeout=max(1.0, end - time.monotonic()),
-            )
+            ran = run(folder, command, max(1.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             return "too slow"
         if ran.returncode:

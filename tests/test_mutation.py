@@ -46,3 +46,13 @@ def test_every_file_of_it_exists_and_has_tests():
         for arguments in mutation.tests_of(file):
             paths = [a for a in arguments if a.startswith("tests/")]
             assert paths and all((mutation.ROOT / path).exists() for path in paths)
+
+
+def test_a_copy_runs_its_own_files(tmp_path):
+    """Not those of the tree, which the installed package names: no mutant would run."""
+    mutation.copy_of_the_tree(tmp_path)
+    code = "import jaxkern.cpu, tests; print(jaxkern.__file__, tests.__path__[0])"
+    ran = mutation.run(tmp_path, ["-c", code], 60)
+    assert ran.returncode == 0, ran.stderr
+    assert all(place.startswith(str(tmp_path)) for place in ran.stdout.split())
+    assert list((tmp_path / "jaxkern" / "cpu").glob("*.so"))
