@@ -13,18 +13,24 @@ Prefill of a model in the sizes of Qwen3-Next with kernels and without:
     python -m benchmarks gpu_generate --model hybrid --prompt 4096 [--backend xla]
 
 Batch 1, or --batch, whose tokens are counted together; chunks of 16 tokens; the median
-of four streams after one that warms up. --draft N reads N drafts with each token; how
-many of them stay is no more than random weights repeat themselves.
+of four streams after one that warms up. --prompt takes several lengths. With --out DIR
+figures are kept for `pages --add`, beside what the bytes of a token allow at the rate
+of a copy: matrices, keys and values, of the models whose tokens read all of them.
+--draft N reads N drafts with each token; how many of them stay is no more than random
+weights repeat themselves.
 """
 
 import argparse
 import statistics
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks._rows import Rows
+from benchmarks._time import copy_rate
 from benchmarks.drawn_models import PUBLISHED, drawn, drawn_model
 from jaxkern import backend
 from jaxkern.models.decoder import DecoderConfig, DecoderWeights, LayerWeights
@@ -161,10 +167,18 @@ def named(name: str, weights: str) -> tuple[Any, Any]:
     return model(SHAPES[name], weights)
 
 
+class Run(NamedTuple):
+    """Tokens a second, and what else is known of a run."""
+
+    decode: float
+    prefill: float
+    tokens_a_step: float
+    compile_seconds: float
+
+
 def measure(
-    name: str, weights: str, prompt: int, new: int, batch: int, drafts: int
-) -> str:
-    config, arrays = named(name, weights)
+    config: Any, arrays: Any, prompt: int, new: int, batch: int, drafts: int
+) -> Run:
     sizes = {"batch": batch, "prompt_slots": prompt, "max_tokens": new + 1}
     generator = Generator(config, arrays, **sizes, chunk=16, drafts=drafts)
     rng = np.random.default_rng(0)
@@ -177,12 +191,31 @@ def measure(
         steps = t.decode_steps / t.decode_seconds
         decode.append(batch * steps * t.tokens_a_step)
         prefill.append(t.prefill_tokens / t.prefill_seconds)
-    return (
-        f"decode {statistics.median(decode[1:]):.0f} tokens/s, "
-        f"{generator.timings.tokens_a_step:.2f} a step, prefill "
-        f"{statistics.median(prefill[1:]):.0f}, compiled in "
-        f"{generator.compile_seconds:.0f} s"
+    return Run(
+        statistics.median(decode[1:]),
+        statistics.median(prefill[1:]),
+        generator.timings.tokens_a_step,
+        generator.compile_seconds,
     )
+
+
+def limit(name: str, arrays: LlamaWeights, length: float, batch: int) -> float:
+    """Tokens a second that the bytes of a step allow, `length` tokens behind each."""
+    shape = SHAPES[name]
+    matrices = sum(x.nbytes for x in jax.tree.leaves(arrays)) - arrays.embedding.nbytes
+    kept = 4.0 * shape.layers * shape.kv_heads * shape.head_dim * length
+    return batch * copy_rate() / (matrices + batch * kept)
+
+
+def keep(kept: Rows, case: str, tokens: tuple[int, int, int], run: Run, **beside: Any):
+    """Rows of decode and of prefill; `tokens` are those of prompt, answer and batch."""
+    prompt, _, batch = tokens
+    many = f", {batch} sequences" if batch > 1 else ""
+    behind = "" if prompt == 512 else f" behind {prompt} tokens"
+    decode = {"jaxkern": round(run.decode)}
+    kept.add(f"{case}{behind}{many}", "decode", decode, **beside)
+    read = "" if prompt == 512 else f", {prompt} tokens"
+    kept.add(f"{case}{read}{many}", "prefill", {"jaxkern": round(run.prefill)})
 
 
 def main(arguments: list[str]) -> int:
@@ -191,20 +224,37 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--model", default="1.5B,8B,hybrid")
     parser.add_argument("--weights", default="bf16,Q4_K_M,Q8_0")
-    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--prompt", default="512")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--draft", type=int, default=0)
     parser.add_argument("--backend", default="auto", help="xla: without kernels")
+    parser.add_argument("--out", type=Path, help="folder for the figures")
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
         print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
         return 2
+    kept = Rows("gpu_generate", "whole models", "tokens/s", options.out)
+    kept.record_of = "models", "generate"
     for name in options.model.split(","):
         kinds = "bf16" if name == "hybrid" else options.weights
         for weights in kinds.split(","):
-            with backend(options.backend):
-                sizes = options.prompt, options.new, options.batch, options.draft
-                line = measure(name, weights, *sizes)
-            print(f"{name} {weights}: {line}", flush=True)
+            config, arrays = named(name, weights)
+            for prompt in map(int, options.prompt.split(",")):
+                sizes = prompt, options.new, options.batch
+                with backend(options.backend):
+                    run = measure(config, arrays, *sizes, options.draft)
+                print(
+                    f"{name} {weights}, {prompt} tokens: decode {run.decode:.0f} "
+                    f"tokens/s, {run.tokens_a_step:.2f} a step, prefill "
+                    f"{run.prefill:.0f}, compiled in {run.compile_seconds:.0f} s",
+                    flush=True,
+                )
+                allowed = {}
+                if name in SHAPES:
+                    length = prompt + options.new / 2
+                    bound = limit(name, arrays, length, options.batch)
+                    allowed["limit"] = round(bound)
+                case = f"{name} {weights.replace('bf16', 'bfloat16')}"
+                keep(kept, case, sizes, run, **allowed)
     return 0

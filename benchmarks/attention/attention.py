@@ -147,6 +147,9 @@ BENCHMARK = benchmark(
         case(4, 1024, 32, 8, 128),
         case(8, 128, 32, 8, 128),
         case(1, 64, 8, 8, 64),
+        case(4, 4096, 16, 16, 72),
+        case(4, 4096, 16, 16, 80),
+        case(8, 700, 32, 8, 128),
     ],
 )
 WINDOWED = benchmark(

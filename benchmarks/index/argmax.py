@@ -24,6 +24,7 @@ BENCHMARK = Benchmark(
         case(1, 128256, jnp.float32),
         case(4096, 32000, jnp.bfloat16),
         case(65536, 256, jnp.float32),
+        case(128, 50257, jnp.float32),
     ],
     torch_peers={
         "torch.compile": torch_compiled(lambda torch, x: x.argmax(-1).int()),

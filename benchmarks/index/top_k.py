@@ -12,6 +12,7 @@ LONG = [
     (1, 131072, jnp.float32),
     (4096, 4096, jnp.float32),
     (8, 262144, jnp.float32),
+    (1, 1000000, jnp.float32),
 ]
 SHORT = [
     (16384, 512, jnp.float32),
@@ -40,7 +41,12 @@ def benchmark(k: int, shapes: list = LONG) -> Benchmark:
     )
 
 
-BENCHMARKS = [benchmark(k) for k in (8, 64, 1024)] + [benchmark(6, SHORT)]
+BENCHMARKS = [
+    benchmark(8, LONG + SHORT),
+    benchmark(64),
+    benchmark(1024),
+    benchmark(6, SHORT),
+]
 BENCHMARK = BENCHMARKS[1]
 
 

@@ -14,14 +14,17 @@ import argparse
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jaxkern
+from benchmarks._records import OURS
+from benchmarks._rows import Rows
 from benchmarks._time import Program, TorchProgram
-from benchmarks.quant.interleaved_matmul import ROTATED, compare, dense
+from benchmarks.quant.interleaved_matmul import ROTATED, compare, dense, keep
 from jaxkern import quantize_int, quantized_matmul
 from jaxkern.models.packed_parts import in_tiles
 from jaxkern.primitives.quant.interleaved_tensor import ROWS
@@ -96,10 +99,12 @@ def run(
     parser.add_argument("--kind", default=",".join(kinds))
     parser.add_argument("--rows", default="1,4,16,64,4096")
     parser.add_argument("--shape", default=SHAPES)
+    parser.add_argument("--out", type=Path, help="folder for the figures")
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
         print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
         return 2
+    kept = Rows(name, "products beside bfloat16", "us", options.out)
     for shape in options.shape.split(","):
         f, d = map(int, shape.split("x"))
         plain = dense(f, d)
@@ -118,7 +123,12 @@ def run(
                 }
                 calls = {name: call for name, call in calls.items() if call[1]}
                 title, peers = f"{kind} {shape} M={rows}", by_humming(layers, rows)
-                compare(title, calls, weights[0].nbytes, peers)
+                size = weights[0].nbytes
+                seconds = compare(title, calls, size, peers)
+                ours = {"side by side": OURS, "ours": f"{OURS}, row by row"}
+                if not tiles:
+                    ours = {"ours": OURS}
+                keep(kept, (kind, f, d, rows), ours, seconds, size)
     return 0
 
 

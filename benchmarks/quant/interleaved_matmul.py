@@ -3,15 +3,19 @@
     python -m benchmarks interleaved_matmul [--qtype Q4_K] [--rows 1] [--shape 8x512]
 
 Microseconds by the device's clock, the operands of each call its own; beside them XLA
-with weights of bfloat16, and what the bytes take at the rate of a copy.
+with weights of bfloat16, and what the bytes take at the rate of a copy. With --out DIR
+they are kept for `pages --add`.
 """
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks._records import OURS
+from benchmarks._rows import Rows, figure
 from benchmarks._time import (
     JaxProgram,
     Program,
@@ -48,6 +52,7 @@ def options_of(name: str, about: str | None, arguments: list[str]):
     parser.add_argument("--qtype", default="Q4_K,Q6_K,Q8_0")
     parser.add_argument("--rows", default="1,16,64,4096")
     parser.add_argument("--shape", default=SHAPES)
+    parser.add_argument("--out", type=Path, help="folder for the figures")
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
         print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
@@ -69,7 +74,7 @@ def compare(
     calls: dict[str, tuple[Callable, Sequence[tuple]]],
     num_bytes: int,
     peers: dict[str, Program] | None = None,
-) -> None:
+) -> dict[str, float]:
     """Prints the time of each function over its operands, in turn, and of peers."""
     with device_alone():
         programs: dict[str, Program] = {
@@ -82,12 +87,37 @@ def compare(
     found = ", ".join(f"{name} {1e6 * seconds[name]:.1f} us" for name in programs)
     limit = 1e6 * num_bytes / copy_rate()
     print(f"{title}: {found}, its bytes {limit:.1f}", flush=True)
+    return seconds
+
+
+def keep(
+    kept: Rows,
+    case: tuple[str, int, int, int],
+    names: dict[str, str],
+    seconds: dict[str, float],
+    num_bytes: int,
+) -> None:
+    """A row of a product; `case` has its kind, f, d and the number of activations.
+
+    `names` are those of the record for those that were printed, None for the same.
+    """
+    kind, f, d, rows = case
+    flops = 2.0 * rows * f * d
+    by = {}
+    for name, s in seconds.items():
+        known = names.get(name, name)
+        ours = known.startswith(OURS)
+        by[known] = figure(s, num_bytes, flops) if ours else round(1e6 * s, 2)
+    which = f"{rows} row{'s' * (rows > 1)}"
+    limit = round(1e6 * num_bytes / copy_rate(), 1)
+    kept.add(f"{kind} {f}x{d}".strip(), which, by, bytes=limit)
 
 
 def main(arguments: list[str]) -> int:
     options = options_of("interleaved_matmul", __doc__, arguments)
     if options is None:
         return 2
+    kept = Rows("interleaved_matmul", "packed rows", "us", options.out)
     for f, d, rows, x in cases(options):
         plain = [(x, w) for w in dense(f, d)]
         for qtype in options.qtype.split(","):
@@ -96,5 +126,7 @@ def main(arguments: list[str]) -> int:
                 "ours": (quantized_matmul, [(x, w) for w in packs]),
                 "bfloat16 by XLA": (jnp.inner, plain),
             }
-            compare(f"{qtype} {f}x{d} M={rows}", calls, packs[0].nbytes)
+            size = packs[0].nbytes
+            seconds = compare(f"{qtype} {f}x{d} M={rows}", calls, size)
+            keep(kept, (qtype, f, d, rows), {"ours": OURS}, seconds, size)
     return 0
