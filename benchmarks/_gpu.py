@@ -87,6 +87,8 @@ class Benchmark:
       floats: positions of the operands to differentiate in; all floats if None.
       together: whether to measure both passes in one executable as well.
       bytes_only: whether to measure what only moves the bytes of each pass as well.
+      temporaries: whether to tell the memory that both passes take beside operands and
+        results.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Benchmark:
     floats: tuple[int, ...] | None = None
     together: bool = False
     bytes_only: bool = False
+    temporaries: bool = False
 
 
 def num_sets(case: Case) -> int:
@@ -141,6 +144,14 @@ def jax_programs(
         for program in programs.values():
             program.warm()
     return programs
+
+
+def megabytes(f: Callable, args: tuple, floats: Sequence[int]) -> float | None:
+    """Of the temporaries of both passes in one executable, where XLA tells."""
+    cotangent = jax.eval_shape(f, *args)
+    both = jax.jit(functools.partial(both_passes, f, floats))
+    told = both.lower(cotangent, *args).compile().memory_analysis()
+    return told and round(told.temp_size_in_bytes / 1e6, 1)
 
 
 def measure_jax(
@@ -235,6 +246,8 @@ def measure_case(
 
     def of_jax(f):
         errors = truth.errors(f, floats) if truth else {}
+        if benchmark.temporaries:
+            errors |= {"temporaries": megabytes(f, sets[0], floats)}
         return errors, jax_programs(f, sets, floats, benchmark.together)
 
     def of_torch(make):

@@ -58,7 +58,7 @@ class Rows:
         date = time.strftime("%Y-%m-%d")
         section = {
             "title": self.title,
-            "run": self.title,
+            "run": self.name,
             "date": date,
             "unit": self.unit,
             "command": self.command or f"python -m benchmarks {self.name} --out DIR",

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks._records import OURS, RECORDS, Section, write
+from benchmarks._records import OURS, RECORDS, Row, Section, write
 from benchmarks._report import BYTES_ONLY, PASSES, Record, share_of_limit
 
 MICROSECONDS = "us"
+TEMPORARIES = "temporaries"
 
 
 def add(runs: Path, folder: Path = RECORDS) -> Iterator[str]:
@@ -46,20 +47,22 @@ def merge(record: dict[str, Any], new: Section, run: dict[str, Any]) -> None:
     else:
         record["sections"].append(new | {"versions": run["versions"]})
         return
-    if "columns" in new:  # rows that are no measurements, such as goals
-        section |= new | {"versions": run["versions"]}
-        return
     if "versions" not in section:
         section["versions"] = record["versions"]
-    keys = {(row["case"], row["pass"]): row for row in new["rows"]}
-    old = {(row["case"], row["pass"]) for row in section["rows"]}
+    keys = {key_of(row): row for row in new["rows"]}
+    old = set(map(key_of, section["rows"]))
     rows = []
     for row in section["rows"]:
         stays = {"date": section["date"], "versions": section["versions"]} | row
-        rows.append(keys.get((row["case"], row["pass"]), stays))
+        rows.append(keys.get(key_of(row), stays))
     section["rows"] = rows + [row for key, row in keys.items() if key not in old]
     section["date"], section["versions"] = new["date"], run["versions"]
     section["command"] = new["command"]
+
+
+def key_of(row: Row) -> tuple[str, str, str]:
+    """What a row is of; those of the goals say of which benchmark, too."""
+    return row.get("run", ""), row["case"], row["pass"]
 
 
 def section_of(run: Record) -> Section:
@@ -73,7 +76,10 @@ def section_of(run: Record) -> Section:
                 if (figure := figure_of(run, case, which, row)) is not None
             }
             if OURS in found:  # a peer that failed has no pass of its own
-                rows.append({"case": case, "pass": which, "by": found})
+                row: Row = {"case": case, "pass": which, "by": found}
+                if which == "both" and (taken := by[OURS].get(TEMPORARIES)):
+                    row["beside"] = {f"{TEMPORARIES}, MB": taken}
+                rows.append(row)
     return {
         "title": run["name"],
         "run": run["name"],
@@ -96,4 +102,4 @@ def figure_of(run: Record, case: str, which: str, row: dict[str, Any]) -> Any:
     if which not in PASSES:
         return value
     share = 100 * share_of_limit(run, case, which, row[which])
-    return {"value": value, "share": round(share)}
+    return {"value": value, "share": round(share, 1)}

@@ -93,7 +93,7 @@ def compare(name: str, checkouts: tuple[Path, Path], turns: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    from benchmarks.goals import GOALS
+    from benchmarks.goals import ALWAYS_BESIDE, BY_HAND, GOALS
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks by_turns")
     parser.add_argument("other", type=Path, help="a checkout to compare with")
@@ -105,7 +105,8 @@ def main(arguments: list[str]) -> int:
         f"{'benchmark':28} {'case':28} {'pass':9} {'other us':>9} {'here us':>9} "
         f"{'ratio':>7} {'turns':>8}"
     )
-    for name in dict.fromkeys(g.record for g in GOALS):
+    scripts = (*ALWAYS_BESIDE, *BY_HAND)  # print lines of their own
+    for name in dict.fromkeys(g.record for g in GOALS if g.module not in scripts):
         if options.only is None or name in options.only:
             compare(name, (here, options.other.resolve()), options.turns)
     return 0

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks._judged import COLUMNS, MET, NOT_MEASURED, judged
 from benchmarks._records import (
     OURS,
     RECORDS,
@@ -104,11 +105,20 @@ Found = list[tuple[str, dict[str, Any]]]
 
 def pages(folder: Path = RECORDS) -> dict[str, str]:
     """{path under docs: text} of every page."""
-    found = list(records(folder))
+    found = [(where, with_goals(r, folder / where)) for where, r in records(folder)]
     written = {"performance.md": first_page(found, folder)}
     for family in dict.fromkeys(record["family"] for _, record in found):
         written[f"performance/{family}.md"] = family_page(family, found, folder)
     return written
+
+
+def with_goals(record: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The record of goals with a line for each, judged by the records beside it."""
+    if record["family"] != "goals":
+        return record
+    [section] = record["sections"]
+    lines = {"columns": COLUMNS, "rows": [*judged(folder=folder)]}
+    return record | {"sections": [section | lines]}
 
 
 def first_page(found: Found, folder: Path) -> str:
@@ -203,13 +213,16 @@ def named(record: dict[str, Any], line: dict[str, str]) -> tuple[Section, Row]:
 def goals_met(found: Found) -> str:
     [record] = [record for _, record in found if record["family"] == "goals"]
     [section] = record["sections"]
-    missed = [row for row in section["rows"] if row[-1] != "yes"]
-    met = len(section["rows"]) - len(missed)
-    lines = [
-        f"{met} of {len(section['rows'])} goals are met "
-        f"({page_link('goals', 'all of them')}). Missed are:\n"
-    ]
+    rows = section["rows"]
+    unknown = [row for row in rows if NOT_MEASURED in row]
+    missed = [row for row in rows if row[MET] != "yes" and row not in unknown]
+    met = len(rows) - len(missed) - len(unknown)
+    link = page_link("goals", "all of them")
+    lines = [f"{met} of {len(rows)} goals are met ({link}). Missed are:\n"]
     lines += [f"- {r[0]} {r[1]}, {r[2]}: {r[3]}; {r[4]}" for r in missed]
+    if unknown:
+        lines.append(f"\nNot measured are {len(unknown)}:\n")
+        lines += [f"- {r[0]} {r[1]}, {r[2]}: {r[3]}" for r in unknown]
     return "\n".join(lines) + "\n"
 
 

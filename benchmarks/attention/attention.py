@@ -173,7 +173,46 @@ WIDE = Benchmark(
 )
 
 
-BENCHMARKS = [BENCHMARK, WINDOWED, PACKED, WIDE]
+def latent_prefill(b: int, t: int, n: int) -> Case:
+    """Heads of 192 dims and values of 128, as of a latent cache written out."""
+    whole = case(b, t, n, n, 192)
+
+    def arrays(key):
+        q, k, v = whole.arrays(key)
+        return q, k, v[..., :128]
+
+    forward, backward = 2.0 * b * t * n * (2 * 192 + 2 * 128), whole.flops[1]
+    flops = whole.flops[0] * (192 + 128) / 384, backward * (3 * 192 + 2 * 128) / 960
+    small = latent_prefill(1, CHECKED, n) if whole.checked else None
+    sizes = forward, 2 * forward
+    name = f"b{b}_s{t}_d192_v128"
+    return Case(name, arrays, sizes, flops, whole.reference, small)
+
+
+def torch_cudnn(case, *tensors):
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def f(*tensors):
+        heads_first = (x.transpose(1, 2) for x in tensors)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *heads_first, is_causal=True
+            )
+        return out.transpose(1, 2)
+
+    return f
+
+
+LATENT = Benchmark(
+    "attention_latent_prefill",
+    functools.partial(ours, None),
+    [latent_prefill(2, 4096, 32)],
+    torch_peers={"cuDNN": torch_cudnn},
+)
+
+
+BENCHMARKS = [BENCHMARK, WINDOWED, PACKED, WIDE, LATENT]
 
 
 def main(arguments):

@@ -1,7 +1,8 @@
 """Cross entropy of x weight^T, bf16, the mean over tokens: plain XLA, Liger and ours.
 
 The limit is three products. Both gradients are made in the forward pass where one is
-asked for, by Liger too, so "both" is the pass to compare.
+asked for, by Liger too, so "both" is the pass to compare. Beside it stands the memory
+of the temporaries, of which whole logits are twice their bytes.
 """
 
 import jax
@@ -60,6 +61,8 @@ BENCHMARK = Benchmark(
     ],
     jax_peers={"all logits, ours": with_logits, "all logits, XLA": plain_xla},
     torch_peers={"Liger": liger},
+    together=True,
+    temporaries=True,
 )
 
 

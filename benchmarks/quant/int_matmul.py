@@ -13,8 +13,8 @@ bytes take at the rate of a copy.
 import argparse
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +24,15 @@ import jaxkern
 from benchmarks._records import OURS
 from benchmarks._rows import Rows
 from benchmarks._time import Program, TorchProgram
-from benchmarks.quant.interleaved_matmul import ROTATED, compare, dense, keep
+from benchmarks.quant.interleaved_matmul import (
+    ROTATED,
+    activations,
+    add_kept,
+    compare,
+    dense,
+    keep,
+    products,
+)
 from jaxkern import quantize_int, quantized_matmul
 from jaxkern.models.packed_parts import in_tiles
 from jaxkern.primitives.quant.interleaved_tensor import ROWS
@@ -99,36 +107,35 @@ def run(
     parser.add_argument("--kind", default=",".join(kinds))
     parser.add_argument("--rows", default="1,4,16,64,4096")
     parser.add_argument("--shape", default=SHAPES)
-    parser.add_argument("--out", type=Path, help="folder for the figures")
+    add_kept(parser)
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
         print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
         return 2
     kept = Rows(name, "products beside bfloat16", "us", options.out)
-    for shape in options.shape.split(","):
-        f, d = map(int, shape.split("x"))
-        plain = dense(f, d)
-        for kind in options.kind.split(","):
-            weights = drawn(kinds[kind], f, d)
-            tiled = tile_format(weights[0]) is not None and f % ROWS == 0
-            tiles = [in_tiles(w) for w in weights] if tiled else []
-            layers = humming_layers(kind, f, d, len(weights))
-            for rows in map(int, options.rows.split(",")):
-                x = jax.random.normal(jax.random.key(2), (rows, d), jnp.bfloat16)
-                calls = {
-                    "ours": (quantized_matmul, [(x, w) for w in weights]),
-                    "side by side": (quantized_matmul, [(x, w) for w in tiles]),
-                    "reference": (by_reference, [(x, w) for w in weights[:2]]),
-                    "bfloat16 by XLA": (jnp.inner, [(x, w) for w in plain]),
-                }
-                calls = {name: call for name, call in calls.items() if call[1]}
-                title, peers = f"{kind} {shape} M={rows}", by_humming(layers, rows)
-                size = weights[0].nbytes
-                seconds = compare(title, calls, size, peers)
-                ours = {"side by side": OURS, "ours": f"{OURS}, row by row"}
-                if not tiles:
-                    ours = {"ours": OURS}
-                keep(kept, (kind, f, d, rows), ours, seconds, size)
+    found = products(options, options.kind)
+    for (kind, f, d), same in itertools.groupby(found, key=lambda one: one[:3]):
+        plain, weights = dense(f, d), drawn(kinds[kind], f, d)
+        tiled = tile_format(weights[0]) is not None and f % ROWS == 0
+        tiles = [in_tiles(w) for w in weights] if tiled else []
+        layers = humming_layers(kind, f, d, len(weights))
+        # what a model's loader makes is ours
+        names = {"ours": OURS}
+        if tiles:
+            names = {"side by side": OURS, "ours": f"{OURS}, row by row"}
+        for product in same:
+            rows = product[3]
+            x, size = activations(rows, d), weights[0].nbytes
+            calls = {
+                "ours": (quantized_matmul, [(x, w) for w in weights]),
+                "side by side": (quantized_matmul, [(x, w) for w in tiles]),
+                "reference": (by_reference, [(x, w) for w in weights[:2]]),
+                "bfloat16 by XLA": (jnp.inner, [(x, w) for w in plain]),
+            }
+            calls = {name: call for name, call in calls.items() if call[1]}
+            title, peers = f"{kind} {f}x{d} M={rows}", by_humming(layers, rows)
+            seconds = compare(title, calls, size, peers)
+            keep(kept, product, names, seconds, size)
     return 0
 
 

@@ -8,13 +8,14 @@ they are kept for `pages --add`.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks._records import OURS
+from benchmarks._records import OURS, Figure
 from benchmarks._rows import Rows, figure
 from benchmarks._time import (
     JaxProgram,
@@ -52,7 +53,7 @@ def options_of(name: str, about: str | None, arguments: list[str]):
     parser.add_argument("--qtype", default="Q4_K,Q6_K,Q8_0")
     parser.add_argument("--rows", default="1,16,64,4096")
     parser.add_argument("--shape", default=SHAPES)
-    parser.add_argument("--out", type=Path, help="folder for the figures")
+    add_kept(parser)
     options = parser.parse_args(arguments)
     if jax.default_backend() != "gpu":
         print(f"{parser.prog}: needs a GPU, found {jax.default_backend()}.")
@@ -60,13 +61,40 @@ def options_of(name: str, about: str | None, arguments: list[str]):
     return options
 
 
+def add_kept(parser: argparse.ArgumentParser) -> None:
+    """The options of a benchmark whose figures become rows of a record."""
+    about = 'cases of records alone: "Q4_K 28672x8192, 16 rows"'
+    parser.add_argument("--shapes", nargs="*", help=about)
+    parser.add_argument("--out", type=Path, help="folder for the figures")
+
+
+Product = tuple[str, int, int, int]
+"""kind of weights, f, d and the number of activations"""
+
+
+def products(options: argparse.Namespace, kinds: str) -> Iterator[Product]:
+    """Those that --shapes names; else of all shapes, kinds and numbers."""
+    if not options.shapes:
+        rows = [*map(int, options.rows.split(","))]
+        shapes = [[*map(int, s.split("x"))] for s in options.shape.split(",")]
+        for (f, d), kind, m in itertools.product(shapes, kinds.split(","), rows):
+            yield kind, f, d, m
+        return
+    for name in options.shapes:
+        case, _, which = name.rpartition(", ")
+        kind, _, shape = case.rpartition(" ")
+        f, d = map(int, shape.split("x"))
+        yield kind, f, d, int(which.split()[0])
+
+
+def activations(rows: int, d: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(2), (rows, d), jnp.bfloat16)
+
+
 def cases(options: argparse.Namespace) -> Iterator[tuple[int, int, int, jax.Array]]:
     """(f, d, number of activations, activations)"""
-    for shape in options.shape.split(","):
-        f, d = map(int, shape.split("x"))
-        for rows in map(int, options.rows.split(",")):
-            x = jax.random.normal(jax.random.key(2), (rows, d), jnp.bfloat16)
-            yield f, d, rows, x
+    for _, f, d, rows in products(options, ""):
+        yield f, d, rows, activations(rows, d)
 
 
 def compare(
@@ -92,18 +120,15 @@ def compare(
 
 def keep(
     kept: Rows,
-    case: tuple[str, int, int, int],
+    product: Product,
     names: dict[str, str],
     seconds: dict[str, float],
     num_bytes: int,
 ) -> None:
-    """A row of a product; `case` has its kind, f, d and the number of activations.
-
-    `names` are those of the record for those that were printed, None for the same.
-    """
-    kind, f, d, rows = case
+    """A row of a product; `names` are the record's for those that are printed."""
+    kind, f, d, rows = product
     flops = 2.0 * rows * f * d
-    by = {}
+    by: dict[str, Figure] = {}
     for name, s in seconds.items():
         known = names.get(name, name)
         ours = known.startswith(OURS)
@@ -118,15 +143,14 @@ def main(arguments: list[str]) -> int:
     if options is None:
         return 2
     kept = Rows("interleaved_matmul", "packed rows", "us", options.out)
-    for f, d, rows, x in cases(options):
-        plain = [(x, w) for w in dense(f, d)]
-        for qtype in options.qtype.split(","):
-            packs = packed(qtype, f, d)
-            calls = {
-                "ours": (quantized_matmul, [(x, w) for w in packs]),
-                "bfloat16 by XLA": (jnp.inner, plain),
-            }
-            size = packs[0].nbytes
-            seconds = compare(f"{qtype} {f}x{d} M={rows}", calls, size)
-            keep(kept, (qtype, f, d, rows), {"ours": OURS}, seconds, size)
+    for product in products(options, options.qtype):
+        qtype, f, d, rows = product
+        x, packs = activations(rows, d), packed(qtype, f, d)
+        calls = {
+            "ours": (quantized_matmul, [(x, w) for w in packs]),
+            "bfloat16 by XLA": (jnp.inner, [(x, w) for w in dense(f, d)]),
+        }
+        size = packs[0].nbytes
+        seconds = compare(f"{qtype} {f}x{d} M={rows}", calls, size)
+        keep(kept, product, {"ours": OURS}, seconds, size)
     return 0

@@ -54,8 +54,8 @@ def test_every_section_says_when_and_with_what(section, record):
     if "columns" in section:
         assert all(len(row) == len(section["columns"]) for row in section["rows"])
         return
-    assert section["unit"] in ("us", "ms", "tokens/s", "GB/s", "TFLOP/s", "MB")
-    keys = [(row["case"], row["pass"]) for row in section["rows"]]
+    assert section["unit"] in ("us", "ms", "s", "tokens/s", "GB/s", "TFLOP/s", "MB")
+    keys = [(row.get("run"), row["case"], row["pass"]) for row in section["rows"]]
     assert keys and len(set(keys)) == len(keys), "two rows of one case and pass"
     for row in section["rows"]:
         assert any(name.startswith("jaxkern") for name in row["by"])
