@@ -31,6 +31,14 @@ BY_HAND = (  # whole models, training, two GPUs: `goals` reads what they left
     "train_references",
     "train_step",
 )
+PRODUCTS = (  # cases of one name have several sections
+    "affine_matmul",
+    "fp8",
+    "int_matmul",
+    "interleaved_matmul",
+    "linear",
+    "microscaled",
+)
 
 
 class Found(NamedTuple):
@@ -89,16 +97,22 @@ def in_run(goal: Goal, run: Record) -> Found | None:
 def in_sections(
     goal: Goal, record: dict[str, Any], case: str, which: str
 ) -> Found | None:
-    """The newest row of a record that answers the goal."""
-    found = None
+    """The newest row of a record that answers the goal.
+
+    A section that names no run may have the case in other dtypes: it counts where a
+    goal says so, and for scripts.
+    """
+    found, runs = None, {"goals", goal.record}
+    at_hand = (*BY_HAND, *PRODUCTS)
+    if goal.module in at_hand or goal.at == (case, which):
+        runs.add("")
     for section in record["sections"]:
         rows = {
             row["pass"]: row
             for row in section["rows"]
             if row.get("case") == case and row.get("run", goal.record) == goal.record
         }
-        is_its = section.get("run") in (None, "goals", goal.record)
-        if not is_its or not (row := row_of(rows, which)):
+        if section.get("run", "") not in runs or not (row := row_of(rows, which)):
             continue
         found = better(goal, found, of_row(goal, row, section))
     return found

@@ -42,7 +42,8 @@ def new_record(run: dict[str, Any]) -> dict[str, Any]:
 def merge(record: dict[str, Any], new: Section, run: dict[str, Any]) -> None:
     """Rows of the same case and pass are replaced, others stay with their date."""
     for section in record["sections"]:
-        if section.get("run") == new["run"]:
+        same_unit = section.get("unit") == new.get("unit")
+        if section.get("run") == new["run"] and same_unit:
             break
     else:
         record["sections"].append(new | {"versions": run["versions"]})

@@ -23,18 +23,18 @@ from rich.table import Table
 from benchmarks._find import benchmark as benchmark_of
 from benchmarks._goal_list import GOALS, Goal
 from benchmarks._gpu import Benchmark, run
-from benchmarks._judged import BY_HAND, COLUMNS, MET, Found, in_run, judged
+from benchmarks._judged import (
+    BY_HAND,
+    COLUMNS,
+    MET,
+    PRODUCTS,
+    Found,
+    in_run,
+    judged,
+)
 from benchmarks._records import Figure, Row, write_run
 from benchmarks._report import CONSOLE, machine, versions
 
-PRODUCTS = (
-    "affine_matmul",
-    "fp8",
-    "int_matmul",
-    "interleaved_matmul",
-    "linear",
-    "microscaled",
-)
 ALWAYS_BESIDE = (*PRODUCTS, "gated_delta_step")  # their peers need no option
 
 

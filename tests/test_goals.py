@@ -8,7 +8,16 @@ import pytest
 from benchmarks import goals
 from benchmarks._find import benchmark as benchmark_of
 from benchmarks._goal_list import At
-from benchmarks._judged import BY_HAND, CARD, COLUMNS, MET, in_records, in_run, outcome
+from benchmarks._judged import (
+    BY_HAND,
+    CARD,
+    COLUMNS,
+    MET,
+    PRODUCTS,
+    in_records,
+    in_run,
+    outcome,
+)
 from benchmarks._records import RECORDS
 from benchmarks.delta_rule import gated_delta_step
 from benchmarks.goals import Goal, judged
@@ -56,7 +65,7 @@ def test_each_goal_names_a_case_and_peers_that_exist(goal):
     if goal.module in BY_HAND:
         assert goal.record == goal.module
         return
-    if goal.module in goals.PRODUCTS:
+    if goal.module in PRODUCTS:
         kind, _, shape = goal.case.rpartition(" ")
         assert kind in kinds_of(module)
         f, d = map(int, shape.split("x"))
@@ -203,9 +212,19 @@ SECTIONS = [
 )
 def test_verdicts_of_records(tmp_path, case, which, bounds, met):
     (tmp_path / "m.json").write_text(json.dumps({"sections": SECTIONS}))
-    goal = Goal("m", "m", case, which, **bounds)
+    module = "linear" if case != "other" else "m"  # a script's sections name no run
+    (tmp_path / "linear.json").write_text(json.dumps({"sections": SECTIONS}))
+    goal = Goal(module, "m", case, which, **bounds)
     [line] = judged(folder=tmp_path, goals=[goal])
     assert line[MET] == ("yes" if met else "NO")
+
+
+def test_a_section_that_names_no_run_may_be_of_other_dtypes(tmp_path):
+    section = SECTIONS[1] | {"rows": [SECTIONS[1]["rows"][0] | {"pass": "forward"}]}
+    (tmp_path / "attention.json").write_text(json.dumps({"sections": [section]}))
+    goal = Goal("attention", "attention", "a", "forward", us=1e9)
+    [line] = judged(folder=tmp_path, goals=[goal])
+    assert line[MET - 1] == "not measured"
 
 
 def test_a_run_stands_before_the_records(tmp_path):
@@ -214,11 +233,11 @@ def test_a_run_stands_before_the_records(tmp_path):
     folder.mkdir()
     (runs / "m.json").write_text(json.dumps(RECORD | {"date": "2030-02-02"}))
     newer = SECTIONS[1] | {"date": "2031-01-01"}
-    (folder / "m.json").write_text(json.dumps({"sections": [newer]}))
-    goals_of = [Goal("m", "m", "a", which, us=1.1) for which in ("forward", "1 row")]
+    (folder / "linear.json").write_text(json.dumps({"sections": [newer]}))
+    goals_of = [Goal("linear", "m", "a", w, us=7) for w in ("forward", "1 row")]
     lines = [*judged(runs, folder, goals_of)]
-    assert [line[MET] for line in lines] == ["yes", "NO"]
-    assert [line[-1] for line in lines] == ["m, 2030-02-02", "m, 2031-01-01"]
+    assert [line[MET] for line in lines] == ["yes", "yes"]
+    assert [line[-1] for line in lines] == ["m, 2030-02-02", "linear, 2031-01-01"]
 
 
 def test_every_benchmark_takes_the_arguments_that_it_is_run_with(tmp_path, capsys):

@@ -58,7 +58,7 @@ LAYER = Benchmark(
 FEW = Benchmark(
     "moe_ffn_few",
     jaxkern.moe_ffn,
-    [layer(t) for t in (1, 8, 32)],
+    [layer(t) for t in (1, 2, 4, 8, 16, 32)],
     differentiable=False,
 )
 BENCHMARKS = [LAYER, FEW]
