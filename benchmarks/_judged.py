@@ -18,6 +18,7 @@ COLUMNS = ["benchmark", "case", "figure", "goal", "measured", "met", "by"]
 MET = COLUMNS.index("met")
 NOT_MEASURED = "not measured"
 CARD = "h200"
+OTHER_CARD = "h100"  # whose shares and ratios stand in where there are none
 SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 RATES = ("tokens/s", "TFLOP/s")
 RECORDED = {  # modules whose figures stand in a record of another name
@@ -308,7 +309,18 @@ def found_of(goal: Goal, runs: Path | None, folder: Path) -> Found | None:
     file = runs / f"{goal.record}.json" if runs else None
     if file and file.exists() and (found := in_run(goal, json.loads(file.read_text()))):
         return found
-    return in_records(goal, folder)
+    found = in_records(goal, folder)
+    if (found and answers(goal, found)) or not is_relative(goal):
+        return found
+    other = in_records(goal, folder.parent / OTHER_CARD)
+    if other is None or not answers(goal, other):
+        return found
+    return other._replace(source=f"{other.source} on {OTHER_CARD}")
+
+
+def is_relative(goal: Goal) -> bool:
+    """Whether its bound is a share or a ratio, which another card tells as well."""
+    return (goal.times, goal.share, goal.of_bytes) != (None,) * 3
 
 
 def judged(

@@ -8,6 +8,7 @@ Each row is written as soon as it is there, for `pages --add`.
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ class Rows:
     record_of: tuple[str, str] | None = None
     found: list[Row] = dataclasses.field(default_factory=list)
 
-    def add(self, case: str, which: str, by: dict[str, Figure], **beside: Figure):
-        row: Row = {"case": case, "pass": which, "by": by}
+    def add(self, case: str, which: str, by: Mapping[str, Figure], **beside: Figure):
+        row: Row = {"case": case, "pass": which, "by": dict(by)}
         self.found.append(row | ({"beside": beside} if beside else {}))
         if self.out:
             write_run(self.record(), self.out)

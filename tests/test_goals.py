@@ -227,6 +227,21 @@ def test_a_section_that_names_no_run_may_be_of_other_dtypes(tmp_path):
     assert line[MET - 1] == "not measured"
 
 
+def test_another_card_tells_shares_and_ratios_alone(tmp_path):
+    for card in ("h200", "h100"):
+        (tmp_path / card).mkdir()
+    (tmp_path / "h100" / "linear.json").write_text(json.dumps({"sections": SECTIONS}))
+    asked = [
+        Goal("linear", "m", "b", "1 row", share=80),
+        Goal("linear", "m", "b", "1 row", us=51),
+        Goal("linear", "m", "a", "1 row", times=0.5, than=("humming",)),
+    ]
+    lines = [*judged(folder=tmp_path / "h200", goals=asked)]
+    assert [line[MET] for line in lines] == ["yes", "NO", "yes"]
+    said = "linear on h100, 2030-01-01"
+    assert [line[-1] for line in lines] == [said, "", said]
+
+
 def test_a_run_stands_before_the_records(tmp_path):
     runs, folder = tmp_path / "runs", tmp_path / "records"
     runs.mkdir()
@@ -268,8 +283,8 @@ def test_a_run_of_all_goals_keeps_what_answers_them(tmp_path):
     record = json.loads(json.dumps(RECORD).replace('"a"', '"16384x4096"'))
     record["results"]["16384x4096"]["only its bytes"] = {"forward": 1e-6}
     (runs / "rms_norm.json").write_text(json.dumps(record))
-    section = {"run": "goals", "date": "2030-01-01", "unit": "us"}
-    section["rows"] = [*goals.rows_of(runs)]
+    rows = [*goals.rows_of(runs)]
+    section = {"run": "goals", "date": "2030-01-01", "unit": "us", "rows": rows}
     (folder / "goals.json").write_text(json.dumps({"sections": [section]}))
     mine = [g for g in goals.GOALS if g.case == "16384x4096"]
     by_run, by_record = (

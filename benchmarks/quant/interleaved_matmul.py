@@ -9,7 +9,7 @@ they are kept for `pages --add`.
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -99,7 +99,7 @@ def cases(options: argparse.Namespace) -> Iterator[tuple[int, int, int, jax.Arra
 
 def compare(
     title: str,
-    calls: dict[str, tuple[Callable, Sequence[tuple]]],
+    calls: Mapping[str, tuple[Callable, Sequence[tuple]]],
     num_bytes: int,
     peers: dict[str, Program] | None = None,
 ) -> dict[str, float]:
