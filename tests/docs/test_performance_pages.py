@@ -10,14 +10,17 @@ import re
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
-from benchmarks import cpu_generate, cpu_ops, pages
+from benchmarks import _rows, cpu_generate, cpu_ops, gpu_generate, pages
 from benchmarks._find import benchmark, names, owner
 from benchmarks._records import RECORDS, SHOWN, measured, records
-from benchmarks._runs import add
+from benchmarks._runs import add, section_of
 from benchmarks.cpu_generate import LLAMA_CPP, Speeds
 from benchmarks.optim import adamw
+from benchmarks.quant import interleaved_matmul
+from jaxkern.models.llama import LlamaWeights
 
 ROOT = Path(__file__).parents[2]
 ALL = list(records())
@@ -189,3 +192,66 @@ def test_every_link_and_every_named_page_is_there(page):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
     for named in re.findall(r"\bdocs/[\w/]+\.md\b", text):
         assert (ROOT / named).exists(), f"{page.name}: {named}"
+
+
+def test_products_and_models_leave_rows_for_the_records(tmp_path, monkeypatch):
+    for module in (_rows, interleaved_matmul):
+        monkeypatch.setattr(module, "copy_rate", lambda: 4e12)
+    monkeypatch.setattr(_rows, "machine", lambda: "h200")
+    folder, runs = tmp_path / "records", tmp_path / "runs"
+    shutil.copytree(RECORDS, folder)
+    kept = _rows.Rows("int_matmul", "products", "us", runs)
+    seconds = {"side by side": 20e-6, "humming": 16e-6}
+    product = ("int4 by 128", 8192, 8192, 16)
+    names = {"side by side": "jaxkern"}
+    interleaved_matmul.keep(kept, product, names, seconds, 40_000_000)
+    models = _rows.Rows("gpu_generate", "whole models", "tokens/s", runs)
+    models.record_of = "models", "generate"
+    run = gpu_generate.Run(260.4, 30_000.2, 1.0, 9.0)
+    gpu_generate.keep(models, "8B bfloat16", (7936, 128, 32), run, limit=290)
+    for _ in add(runs, folder):
+        pass
+    record = json.loads((folder / "h200" / "int_matmul.json").read_text())
+    assert record["sections"][-1]["rows"] == [
+        {
+            "case": "int4 by 128 8192x8192",
+            "pass": "16 rows",
+            "by": {
+                "jaxkern": {"value": 20.0, "share": 50.0, "tflops": 107},
+                "humming": 16.0,
+            },
+            "beside": {"bytes": 10.0},
+        }
+    ]
+    record = json.loads((folder / "h200" / "generate.json").read_text())
+    decode, prefill = record["sections"][-1]["rows"]
+    assert decode["case"] == "8B bfloat16 behind 7936 tokens, 32 sequences"
+    assert (decode["by"], decode["beside"]) == ({"jaxkern": 260}, {"limit": 290})
+    assert prefill["case"] == "8B bfloat16, 7936 tokens, 32 sequences"
+    assert prefill["by"] == {"jaxkern": 30_000}
+
+
+def test_the_limit_of_a_step_reads_matrices_once_and_keys_of_each(monkeypatch):
+    monkeypatch.setattr(gpu_generate, "copy_rate", lambda: 4e12)
+    table, norm = jnp.zeros((1024, 4), "bfloat16"), jnp.zeros(4)
+    weights = LlamaWeights(table, (), norm, (table,), None)
+    read = table.nbytes + norm.nbytes
+    token = 2 * 32 * 8 * 128 * 2  # keys and values of 8B, 16 bits
+    for batch in (1, 32):
+        expected = batch * 4e12 / (read + batch * 600 * token)
+        assert gpu_generate.limit("8B", weights, 600, batch) == expected
+
+
+def test_rows_of_another_unit_are_a_section_of_their_own(tmp_path):
+    run = run_of("8192x8192", 2e-6)
+    folder = added(run, tmp_path)
+    file = folder / "h200" / "rms_norm.json"
+    before = json.loads(file.read_text())["sections"]
+    section = section_of(run) | {"unit": "ms"}
+    (tmp_path / "runs" / "rms_norm.json").write_text(
+        json.dumps(run | {"sections": [section]})
+    )
+    for _ in add(tmp_path / "runs", folder):
+        pass
+    after = json.loads(file.read_text())["sections"]
+    assert after[:-1] == before and after[-1]["unit"] == "ms"
