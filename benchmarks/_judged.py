@@ -98,7 +98,7 @@ def in_run(goal: Goal, run: Record) -> Found | None:
 def in_sections(
     goal: Goal, record: dict[str, Any], case: str, which: str
 ) -> Found | None:
-    """The newest row of a record that answers the goal.
+    """The newest row of a record that answers the goal, of one day the last.
 
     A section that names no run may have the case in other dtypes: it counts where a
     goal says so, and for scripts.
@@ -115,12 +115,12 @@ def in_sections(
         }
         if section.get("run", "") not in runs or not (row := row_of(rows, which)):
             continue
-        found = better(goal, found, of_row(goal, row, section))
+        found = better(goal, of_row(goal, row, section), found)
     return found
 
 
 def better(goal: Goal, one: Found | None, other: Found | None) -> Found | None:
-    """The one that answers, of two that do the newer."""
+    """The one that answers; of two that do the newer, of one day the first."""
     if one is None or other is None:
         return one or other
     one_answers, other_answers = answers(goal, one), answers(goal, other)

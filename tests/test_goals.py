@@ -227,6 +227,13 @@ def test_a_section_that_names_no_run_may_be_of_other_dtypes(tmp_path):
     assert line[MET - 1] == "not measured"
 
 
+def test_of_one_day_the_last_section_counts(tmp_path):
+    later = SECTIONS[1] | {"rows": [SECTIONS[1]["rows"][0] | {"by": {"jaxkern": 6.5}}]}
+    (tmp_path / "linear.json").write_text(json.dumps({"sections": [*SECTIONS, later]}))
+    [line] = judged(folder=tmp_path, goals=[Goal("linear", "m", "a", "1 row", us=6.6)])
+    assert line[MET] == "yes"
+
+
 def test_another_card_tells_shares_and_ratios_alone(tmp_path):
     for card in ("h200", "h100"):
         (tmp_path / card).mkdir()

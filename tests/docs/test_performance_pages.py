@@ -212,17 +212,16 @@ def test_products_and_models_leave_rows_for_the_records(tmp_path, monkeypatch):
     for _ in add(runs, folder):
         pass
     record = json.loads((folder / "h200" / "int_matmul.json").read_text())
-    assert record["sections"][-1]["rows"] == [
-        {
-            "case": "int4 by 128 8192x8192",
-            "pass": "16 rows",
-            "by": {
-                "jaxkern": {"value": 20.0, "share": 50.0, "tflops": 107},
-                "humming": 16.0,
-            },
-            "beside": {"bytes": 10.0},
-        }
-    ]
+    [section] = [s for s in record["sections"] if s.get("run") == "int_matmul"]
+    assert {
+        "case": "int4 by 128 8192x8192",
+        "pass": "16 rows",
+        "by": {
+            "jaxkern": {"value": 20.0, "share": 50.0, "tflops": 107},
+            "humming": 16.0,
+        },
+        "beside": {"bytes": 10.0},
+    } in section["rows"]
     record = json.loads((folder / "h200" / "generate.json").read_text())
     decode, prefill = record["sections"][-1]["rows"]
     assert decode["case"] == "8B bfloat16 behind 7936 tokens, 32 sequences"
