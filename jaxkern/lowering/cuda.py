@@ -39,7 +39,7 @@ KERNELS = (
     Kernel("softmax",                    "triton",     "triton.activation.softmax",                      "primal bwd"),
     Kernel("softcap_softmax",            "triton",     "triton.activation.softmax",                      "primal bwd"),
     Kernel("swiglu",                     "triton",     "triton.activation.swiglu",                       "bwd"),
-    Kernel("packed_swiglu",              "triton",     "triton.activation.swiglu",                       "bwd"),
+    Kernel("packed_swiglu",              "triton",     "triton.activation.swiglu",                       "primal bwd"),
 
     Kernel("apply_rope",                 "triton",     "triton.rope.rope",                               "primal bwd"),
     Kernel("qkv_rope",                   "triton",     "triton.rope.qkv_rope",                           "primal bwd"),

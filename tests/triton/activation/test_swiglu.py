@@ -1,4 +1,4 @@
-"""Gradients of swiglu in Triton's interpreter, against the reference."""
+"""swiglu and its gradients in Triton's interpreter, against the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,8 @@ def test_both_in_one_array(shape, options):
     expected = packed_swiglu_p.bwd.reference(*operands, **options)
     with interpreted():
         found = kernel.packed_swiglu_bwd(*operands, **options)
-    check([found], [expected])
+        y = kernel.packed_swiglu(operands[0], **options)
+    check([found, y], [expected, packed_swiglu_p.reference(operands[0], **options)])
 
 
 @alone
