@@ -1,4 +1,4 @@
-"""Gradients of swiglu on a GPU: every dtype, odd rows, one array or two, bounds."""
+"""swiglu, its gradients on a GPU: every dtype, odd rows, one array or two, bounds."""
 
 import functools
 
@@ -33,7 +33,7 @@ def test_odd_and_even_rows(f, dtype):
 def test_a_long_one_is_one_launch():
     operands = drawn((4096, 11264), dtype="bfloat16")
     slopes = checks.gradients(swiglu, operands)
-    text = str(explain(slopes, *operands))
-    for kernel in ("packed_swiglu", "packed_swiglu_bwd"):
-        assert f"triton: triton.activation.swiglu.{kernel}" in text
+    assert "triton: triton.activation.swiglu.packed_swiglu_bwd" in str(
+        explain(slopes, *operands)
+    )
     check_against_float64(swiglu, *operands, strict=False, slack=2)
