@@ -6,8 +6,8 @@ those for many, and the kernel of five products before the one of two launches.
 
 Plain elementwise ops (geglu, whole rotations) have no line: XLA's own fusion reaches 94
 to 99 % of the memory bandwidth there, see docs/performance.md. Only `backend("triton")`
-takes two: the gradients of swiglu, which XLA makes in two passes within a training step,
-and dynamic_tanh, the example of CONTRIBUTING.md.
+takes dynamic_tanh, the example of CONTRIBUTING.md. swiglu has its gradients, which XLA
+makes in two passes within a training step, and a large one of gate and up in one array.
 """
 
 from jaxkern.lowering.kernel_table import Kernel, add_table
@@ -39,7 +39,7 @@ KERNELS = (
     Kernel("softmax",                    "triton",     "triton.activation.softmax",                      "primal bwd"),
     Kernel("softcap_softmax",            "triton",     "triton.activation.softmax",                      "primal bwd"),
     Kernel("swiglu",                     "triton",     "triton.activation.swiglu",                       "bwd"),
-    Kernel("packed_swiglu",              "triton",     "triton.activation.swiglu",                       "bwd"),
+    Kernel("packed_swiglu",              "triton",     "triton.activation.swiglu",                       "primal bwd"),
 
     Kernel("apply_rope",                 "triton",     "triton.rope.rope",                               "primal bwd"),
     Kernel("qkv_rope",                   "triton",     "triton.rope.qkv_rope",                           "primal bwd"),

@@ -35,6 +35,7 @@ from jaxkern import (
     route,
     sample,
     softmax,
+    swiglu,
     top_k,
 )
 from jaxkern.gpu.device import compiling_for
@@ -48,7 +49,7 @@ from jaxkern.primitives.leafwise_primitive import LEAFWISE
 from jaxkern.primitives.moe.expert_slots import expert_hidden, expert_sum
 from jaxkern.triton.quant.fixed_point_codes import FORMATS, bytes_of_step
 from tests.triton import test_every_kernel as every
-from tests.triton.test_every_kernel import slopes, spec
+from tests.triton.test_every_kernel import asked_for, slopes, spec
 
 pytestmark = pytest.mark.skipif(
     missing() is not None, reason="triton or jax's CUDA plugin is not installed"
@@ -130,10 +131,22 @@ def rows_of(quantize: Callable, **options: Any) -> tuple[Callable, tuple]:
     return both, (spec(100, 512), spec(96, 512))
 
 
+def gates_of_one_array() -> tuple[Callable, tuple]:
+    """Of few elements, which "auto" leaves to XLA."""
+    gates = asked_for(swiglu)
+    gradients, operands = slopes(gates, spec(8, 2048))
+
+    def both(x):
+        return gates(x), gradients(x)
+
+    return both, operands
+
+
 LARGE: dict[str, tuple[Callable, tuple]] = {  # what runs Mosaic, or is no case's
     "softmax": slopes(softmax, spec(132, 131_072)),
     "cross_entropy": slopes(losses, spec(64, 128_256)),
     "linear": (linear, (spec(2, 1536), spec(96, 1536))),
+    "gates of one array": gates_of_one_array(),
     "grouped_matmul": slopes(experts, spec(1024, 512), spec(8, 512, 512)),
     "grouped_matmul_fp8": (grouped_matmul_fp8, stored_experts()),
     "moe_ffn_fp8": (moe_ffn_fp8, stored_layer()),
@@ -226,7 +239,7 @@ FEWEST = (
     "fwht-two_factors",
     "gated_rms_norm-row",
     "qk_norm_rope_quantized_cache-int8_and_turboquant",
-    "packed_swiglu-even",
+    "gates of one array",
     "l2_norm-even",
     "qk_norm_rope_cache_attention-plain",
     "branched_rms_norm-plain",

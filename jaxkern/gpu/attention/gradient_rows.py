@@ -17,7 +17,7 @@ from jaxkern.gpu.triton_call import jit, tl, triton_call
 
 BLOCK = 64  # rows of dq that are laid out together
 HEAD_DIM = 128  # the only one at which dq is counted
-PARTS = 128  # programs that share the keys of a head
+PARTS = 128  # programs that share the keys of a head, at most
 FRACTION = 2.0**-30  # the unit in which dq is counted is this part of its bound
 SMALLEST = 1e-28  # the least bound: its FRACTION is no denormal
 COUNTING = "widest_ptr", "longest_ptr", "counts_ptr", "units_ptr", "dq_ptr"
@@ -196,19 +196,20 @@ def counted_rows(
     """(log2 e lse, delta, counts, units times dscale, zeros)."""
     b, t, n, hv = out.shape
     _, s, heads, h = key.shape
-    part = jax.ShapeDtypeStruct((b, heads, PARTS), jnp.int32)
+    parts = min(PARTS, next_power_of_2(-(-s // BLOCK)))  # each has rows
+    part = jax.ShapeDtypeStruct((b, heads, parts), jnp.int32)
     widest, longest = triton_call(
         largest_kernel,
         key,
         value,
         out=[part, part],
-        grid=(heads, PARTS, b),
+        grid=(heads, parts, b),
         num_warps=8,
         S=s,
         HEADS=heads,
         H=h,
         ROWS=BLOCK,
-        PARTS=PARTS,
+        PARTS=parts,
     )
     by_head = jax.ShapeDtypeStruct((b, n, padded), jnp.float32)
     operands, without = given(out, lse, dout, dlse, tail)
@@ -227,7 +228,7 @@ def counted_rows(
         HV=hv,
         PADDED_HV=hv,
         ROWS=BLOCK,
-        PARTS=PARTS,
+        PARTS=parts,
         FRACTION=FRACTION,
         SMALLEST=SMALLEST,
         DSCALE=dscale,

@@ -1,6 +1,7 @@
-"""Gradients of swiglu, of gate and up in one pass: both are read once with dy.
+"""swiglu of gate and up in one array, and the gradients of both in one pass.
 
-    s = sigmoid(alpha z), dgate = dy (u + offset) s (1 + alpha z (1 - s)), dup = dy z s
+    s = sigmoid(alpha z), y = z s (u + offset)
+    dgate = dy (u + offset) s (1 + alpha z (1 - s)), dup = dy z s
 
 z and u are gate and up within their bounds. A program takes a tile of ROWS by BLOCK
 elements. Of a packed operand `[rows, 2 * f]` both halves and both gradients are rows of
@@ -18,6 +19,14 @@ from jaxkern.gpu.triton_call import unsupported as unsupported
 
 ELEMENTS = 2048  # of a tile, 8 of them a thread: a load of 16 bytes
 FEW = 2**22  # elements of a result that the L2 cache holds
+MEASURED = 2**26  # elements of y, from which on the forward kernel was measured
+
+
+def slower_primal(gate_up: Any, **_: Any) -> str | None:
+    """Why "auto" leaves the gated product to XLA, or None."""
+    if gate_up.size < 2 * MEASURED:
+        return f"fewer than {MEASURED} elements were not measured"
+    return None
 
 
 def slower_bwd(dy: Any, **_: Any) -> str | None:
@@ -25,6 +34,50 @@ def slower_bwd(dy: Any, **_: Any) -> str | None:
     if dy.size < FEW:
         return f"{dy.size} elements, fewer than {FEW}, stay in the L2 cache"
     return None
+
+
+@jit
+def own_tile(
+    NUM_ROWS: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Rows, columns and which of them are."""
+    stripes: tl.constexpr = (F + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    first = (program // stripes).to(tl.int64) * ROWS
+    row = first + tl.arange(0, ROWS)[:, None]
+    column = (program % stripes).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return row, column, (row < NUM_ROWS) & (column < F)
+
+
+@jit
+def within(z, u, LIMIT: tl.constexpr):
+    """Gate and up within their bounds, and where they were beyond."""
+    z_beyond, u_beyond = z > LIMIT, tl.abs(u) > LIMIT
+    z = tl.where(z_beyond, LIMIT, z)
+    u = tl.where(u_beyond, tl.where(u > 0, LIMIT, -LIMIT), u)
+    return z, u, z_beyond, u_beyond
+
+
+@jit
+def packed_swiglu_kernel(
+    gate_up_ptr,
+    y_ptr,
+    NUM_ROWS: tl.constexpr,
+    F: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    UP_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row, column, inside = own_tile(NUM_ROWS, F, ROWS, BLOCK)
+    at = gate_up_ptr + row * (2 * F) + column
+    z = tl.load(at, inside, 0.0).to(tl.float32)
+    u = tl.load(at + F, inside, 0.0).to(tl.float32)
+    if LIMIT is not None:
+        z, u, _, _ = within(z, u, LIMIT)
+    y = z / (1 + tl.exp(-ALPHA * z)) * (u + UP_OFFSET)
+    tl.store(y_ptr + row * F + column, y, inside)
 
 
 @jit
@@ -45,12 +98,7 @@ def swiglu_bwd_kernel(
 ):
     """APART: elements from a row of gate to the next; without `up_ptr` the row of up
     lies behind that of the gate."""
-    stripes: tl.constexpr = (F + BLOCK - 1) // BLOCK
-    program = tl.program_id(0)
-    first = (program // stripes).to(tl.int64) * ROWS
-    row = first + tl.arange(0, ROWS)[:, None]
-    column = (program % stripes).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = (row < NUM_ROWS) & (column < F)
+    row, column, inside = own_tile(NUM_ROWS, F, ROWS, BLOCK)
     at = row * APART + column
     z = tl.load(gate_ptr + at, inside, 0.0).to(tl.float32)
     if up_ptr is not None:
@@ -59,9 +107,7 @@ def swiglu_bwd_kernel(
         u = tl.load(gate_ptr + F + at, inside, 0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * F + column, inside, 0.0).to(tl.float32)
     if LIMIT is not None:
-        z_beyond, u_beyond = z > LIMIT, tl.abs(u) > LIMIT
-        z = tl.where(z_beyond, LIMIT, z)
-        u = tl.where(u_beyond, tl.where(u > 0, LIMIT, -LIMIT), u)
+        z, u, z_beyond, u_beyond = within(z, u, LIMIT)
     s = 1 / (1 + tl.exp(-ALPHA * z))
     dgate = dy * (u + UP_OFFSET) * s * (1 + ALPHA * z * (1 - s))
     dup = dy * z * s
@@ -86,6 +132,30 @@ def tile(rows: int, f: int) -> dict[str, int]:
     return {"BLOCK": block, "ROWS": together, "num_warps": warps}
 
 
+def packed_swiglu(gate_up: jax.Array, **options: Any) -> jax.Array | None:
+    *leading, width = gate_up.shape
+    y = jax.ShapeDtypeStruct((*leading, width // 2), gate_up.dtype)
+    rows = gate_up.size // width if width else 0
+    sizes = tile(rows, width // 2)
+    [result] = sparse_call(
+        packed_swiglu_kernel,
+        (programs_of(rows, width // 2, sizes),),
+        {"gate_up_ptr": gate_up},
+        {"y_ptr": y},
+        {
+            "NUM_ROWS": rows,
+            "F": width // 2,
+            **{name.upper(): x for name, x in options.items()},
+            **sizes,
+        },
+    )
+    return result
+
+
+def programs_of(rows: int, f: int, sizes: dict[str, int]) -> int:
+    return -(-rows // sizes["ROWS"]) * -(-f // sizes["BLOCK"])
+
+
 def gradients(
     gate: jax.Array,
     up: jax.Array | None,
@@ -100,7 +170,7 @@ def gradients(
     sizes = tile(rows, f)
     return sparse_call(
         swiglu_bwd_kernel,
-        (-(-rows // sizes["ROWS"]) * -(-f // sizes["BLOCK"]),),
+        (programs_of(rows, f, sizes),),
         {"gate_ptr": gate, "up_ptr": up, "dy_ptr": dy},
         {"dgate_ptr": dgate, "dup_ptr": dup},
         {

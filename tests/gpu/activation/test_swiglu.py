@@ -1,4 +1,4 @@
-"""Gradients of swiglu on a GPU: every dtype, odd rows, one array or two, bounds."""
+"""swiglu, its gradients on a GPU: every dtype, odd rows, one array or two, bounds."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Gradients of swiglu in Triton's interpreter, against the reference."""
+"""swiglu and its gradients in Triton's interpreter, against the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,8 @@ def test_both_in_one_array(shape, options):
     expected = packed_swiglu_p.bwd.reference(*operands, **options)
     with interpreted():
         found = kernel.packed_swiglu_bwd(*operands, **options)
-    check([found], [expected])
+        y = kernel.packed_swiglu(operands[0], **options)
+    check([found, y], [expected, packed_swiglu_p.reference(operands[0], **options)])
 
 
 @alone
@@ -117,3 +118,19 @@ def test_large_gradients_are_one_launch_and_small_ones_those_of_xla(packed):
     assert launch.name == "swiglu_bwd_kernel"
     assert launch.registers <= 64 and launch.stack_bytes == 0
     assert runs(128).runs.startswith("xla: ")
+
+
+@starts_it
+@pytest.mark.skipif(bridge.missing() is not None, reason="no CUDA plugin")
+def test_one_large_array_is_one_launch_and_two_are_left_to_xla():
+    def runs(rows, *widths):
+        operands = [jax.ShapeDtypeStruct((rows, n), jnp.bfloat16) for n in widths]
+        with backend("auto"):
+            [row] = explain(swiglu, *operands, platform="cuda").rows
+        return row
+
+    [launch] = runs(16384, 2 * 5632).launches
+    assert launch.name == "packed_swiglu_kernel"
+    assert launch.registers <= 64 and launch.stack_bytes == 0
+    assert runs(128, 2 * 5632).runs.startswith("xla: ")
+    assert runs(16384, 5632, 5632).runs.startswith("xla: ")
