@@ -133,7 +133,13 @@ def makers(key, heads: int, scale: float) -> warp_chunks.Chunks:
     """What four warps make the matrices of together, beside walks."""
     _, t, k, h = key.shape
     return warp_chunks.Chunks(
-        tokens=t, heads=heads, group=heads // k, h=h, scale=scale, warps=MAKING
+        tokens=t,
+        heads=heads,
+        group=heads // k,
+        h=h,
+        scale=scale,
+        warps=MAKING,
+        packed=True,
     )
 
 
@@ -159,7 +165,7 @@ def forward_in_one(query, key, value, g, beta, initial_state, *, scale):
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     ready = jax.ShapeDtypeStruct((b, n, chunks), jnp.int32)
-    matrices, vectors = results_of_chunks(key, n)
+    matrices, vectors = results_of_chunks(key, n, packed=True)
     out, final, *_ = sparse_call(
         hopper_forward.hopper_forward_in_one_kernel,
         (num_sms(),),
@@ -201,13 +207,14 @@ def gated_delta_rule(
         return forward_in_one(*given, scale=scale)
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
-    matrices, vectors, _ = chunk_matrices(
-        query, key, g, beta, scale=scale, by_warps=hopper()
-    )
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     programs = -(-hv // COLUMNS) * b * n
     kernel, programs, constants = walk_of(shape, programs, backward=False)
+    packed = kernel is hopper_walk.hopper_forward_kernel
+    matrices, vectors, _ = chunk_matrices(
+        query, key, g, beta, scale=scale, by_warps=hopper(), packed=packed
+    )
     return sparse_call(
         kernel,
         (programs,),

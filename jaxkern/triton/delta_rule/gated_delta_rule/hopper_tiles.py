@@ -18,6 +18,11 @@ from jaxkern.gpu.triton_call import (
     gluon_jit,
     mbarrier,
 )
+from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import (
+    LOWER_ROWS,
+    first_of,
+    stride_of,
+)
 from jaxkern.triton.quant.fragments import barrier
 
 COLUMNS = 64  # value columns of a program, and tokens of a chunk
@@ -40,6 +45,11 @@ class Walk:
     @property
     def chunks(self) -> int:
         return -(-self.tokens // 64)
+
+    @property
+    def lower_rows(self) -> int:
+        """Rows of 64 numbers that T or P T has in memory."""
+        return LOWER_ROWS
 
     @property
     def blocks(self) -> int:
@@ -138,6 +148,33 @@ def copy_rows(
     """Starts a copy to shared memory; zeros beyond the last row or column."""
     SHAPE: gl.constexpr = to.shape
     at, inside = places(ptr, rows_left, first_column, STRIDE, WIDTH, SHAPE)
+    async_load(to, at, inside)
+
+
+@gluon_jit
+def lower_places(ptr):
+    """Pointers of four warps to a `[64, 64]` that lies as in lower_rows.py, and what is
+    there. A pass is a row of blocks, so a thread has two addresses and constants."""
+    L: gl.constexpr = copies_layout(64, 4)
+    PASSES: gl.constexpr = passes_layout(64, 64, 4)
+    pass_ = gl.arange(0, 4, along(PASSES, 0))[:, None, None]
+    row = gl.arange(0, 16, along(PASSES, 1))[None, :, None]
+    column = gl.arange(0, 64, along(PASSES, 2))[None, None, :]
+    first = gl.where(pass_ == 0, first_of(0), first_of(1))
+    first = gl.where(pass_ == 2, first_of(2), first)
+    first = gl.where(pass_ == 3, first_of(3), first)
+    apart = gl.where(pass_ == 1, stride_of(1), stride_of(0))
+    at = gl.reshape(ptr + (row * apart + column + first), [64, 64])
+    at = gl.multiple_of(gl.max_contiguous(at, [1, 8]), [1, 16])
+    row = gl.arange(0, 64, gl.SliceLayout(1, L))[:, None]
+    column = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    return gl.convert_layout(at, L, assert_trivial=True), column // 16 <= row // 16
+
+
+@gluon_jit
+def copy_lower(to, ptr):
+    """Starts a copy of such a matrix; zeros above the diagonal's blocks."""
+    at, inside = lower_places(ptr)
     async_load(to, at, inside)
 
 

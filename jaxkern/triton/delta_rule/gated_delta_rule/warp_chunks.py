@@ -19,6 +19,11 @@ from jaxkern.triton.delta_rule.gated_delta_rule.block_inverse import (
     sums_layout,
     zero_block,
 )
+from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import (
+    LOWER_ROWS,
+    first_of,
+    stride_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +36,12 @@ class Chunks:
     h: int
     scale: float
     warps: int
+    packed: bool = False  # matrices lie as in lower_rows.py
+
+    @property
+    def rows(self) -> int:
+        """Of 64 numbers in memory that a matrix has."""
+        return LOWER_ROWS if self.packed else 64
 
     @property
     def chunks(self) -> int:
@@ -219,3 +230,20 @@ def store_row(ptr, blocks, rows, STRIDE: gl.constexpr):
     warp, row, column = places(W, 16, 64, L)
     at = warp.to(gl.int64) * STRIDE + (row * 64 + column)
     gl.store(ptr + at, gl.convert_layout(x, L), row < rows)
+
+
+@gluon_jit
+def store_lower_row(ptr, blocks, ROW: gl.constexpr, P: gl.constexpr):
+    """A row of blocks of each warp's matrix, from the matrix's place on."""
+    STRIDE: gl.constexpr = P.chunks * 2 * P.rows * 64
+    if P.packed:
+        x = beside(blocks, ptr.dtype.element_ty)
+        W: gl.constexpr = x.shape[0]
+        L: gl.constexpr = rows_layout(W)
+        warp, row, column = places(W, 16, 64, L)
+        FIRST: gl.constexpr = first_of(ROW)
+        APART: gl.constexpr = stride_of(ROW)
+        at = warp.to(gl.int64) * STRIDE + (FIRST + row * APART + column)
+        gl.store(ptr + at, gl.convert_layout(x, L), column < 16 * (ROW + 1))
+    else:
+        store_row(ptr + 16 * ROW * 64, blocks, 16, STRIDE)
