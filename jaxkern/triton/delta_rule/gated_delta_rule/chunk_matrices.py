@@ -21,12 +21,14 @@ from jaxkern.triton.delta_rule.gated_delta_rule import (
     warp_chunk_matrices,
     warp_chunks,
 )
-from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import LOWER_ROWS
+from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import LINES
 
 CHUNK = 64
 REGISTERS = 168  # of a thread: three programs beside each other
 WARPS = 2  # of a program by warps
 FOUR_WARPS = True  # forward, where they share a key head
+REGISTERS_FORWARD = {2: 200, 4: 168}  # by warps: five programs of two, three of four
+REGISTERS_BACKWARD = {}
 LEAST = -120.0  # g below counts as this: its exponential is 0 in float32
 
 
@@ -178,8 +180,9 @@ def kernel_by_warps(key, g, scale, backward, packed):
         tokens=t, heads=n, group=n // k, h=h, scale=scale, warps=warps, packed=packed
     )
     options = dict(num_warps=warps, num_stages=1)
-    if warps == 4:
-        options["max_registers"] = REGISTERS
+    most = REGISTERS_BACKWARD if backward else REGISTERS_FORWARD
+    if warps in most:
+        options["max_registers"] = most[warps]
     kernel = warp_chunk_matrices.warp_chunk_matrices_kernel
     return kernel, b * n // warps, {"P": known, **options}
 
@@ -206,8 +209,8 @@ def results_of_chunks(key, heads: int, packed: bool):
     """What every pass needs of chunks: inverse and scores; vectors."""
     b, t, _, _ = key.shape
     shape = b, heads, -(-t // CHUNK)
-    rows = LOWER_ROWS if packed else CHUNK
-    matrices = jax.ShapeDtypeStruct((*shape, 2, rows, CHUNK), key.dtype)
+    lines = (LINES,) if packed else (2, CHUNK)
+    matrices = jax.ShapeDtypeStruct((*shape, *lines, CHUNK), key.dtype)
     return matrices, jax.ShapeDtypeStruct((*shape, 4, CHUNK), jnp.float32)
 
 
@@ -217,7 +220,7 @@ def chunk_matrices(
     """(inverse and scores `[b n c 2 64 64]`, vectors `[b n c 4 64]`, ends or None).
 
     Ends are `[b n c h 64]`. `by_warps` takes the kernel of warp_chunk_matrices.py,
-    which may leave inverse and scores `packed` (lower_rows.py).
+    which may leave inverse and scores `packed`, `[b n c 80 64]` (lower_rows.py).
     """
     b, t, _, h = key.shape
     n, chunks = g.shape[2], -(-t // CHUNK)

@@ -18,11 +18,7 @@ from jaxkern.gpu.triton_call import (
     gluon_jit,
     mbarrier,
 )
-from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import (
-    LOWER_ROWS,
-    first_of,
-    stride_of,
-)
+from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import LINES, first_of
 from jaxkern.triton.quant.fragments import barrier
 
 COLUMNS = 64  # value columns of a program, and tokens of a chunk
@@ -47,9 +43,9 @@ class Walk:
         return -(-self.tokens // 64)
 
     @property
-    def lower_rows(self) -> int:
-        """Rows of 64 numbers that T or P T has in memory."""
-        return LOWER_ROWS
+    def lines(self) -> int:
+        """Of 64 numbers, that T and P T take."""
+        return LINES
 
     @property
     def blocks(self) -> int:
@@ -152,19 +148,21 @@ def copy_rows(
 
 
 @gluon_jit
-def lower_places(ptr):
-    """Pointers of four warps to a `[64, 64]` that lies as in lower_rows.py, and what is
-    there. A pass is a row of blocks, so a thread has two addresses and constants."""
+def lower_places(ptr, SECOND: gl.constexpr):
+    """Pointers of four warps to T, or P T, the SECOND, as in lower_rows.py.
+
+    And what is there. A pass is a row of blocks: a thread's rows are one address and
+    constants.
+    """
     L: gl.constexpr = copies_layout(64, 4)
     PASSES: gl.constexpr = passes_layout(64, 64, 4)
     pass_ = gl.arange(0, 4, along(PASSES, 0))[:, None, None]
     row = gl.arange(0, 16, along(PASSES, 1))[None, :, None]
     column = gl.arange(0, 64, along(PASSES, 2))[None, None, :]
-    first = gl.where(pass_ == 0, first_of(0), first_of(1))
-    first = gl.where(pass_ == 2, first_of(2), first)
-    first = gl.where(pass_ == 3, first_of(3), first)
-    apart = gl.where(pass_ == 1, stride_of(1), stride_of(0))
-    at = gl.reshape(ptr + (row * apart + column + first), [64, 64])
+    first = gl.where(pass_ == 0, first_of(0, SECOND), first_of(1, SECOND))
+    first = gl.where(pass_ == 2, first_of(2, SECOND), first)
+    first = gl.where(pass_ == 3, first_of(3, SECOND), first)
+    at = gl.reshape(ptr + (row * 64 + column) + first, [64, 64])
     at = gl.multiple_of(gl.max_contiguous(at, [1, 8]), [1, 16])
     row = gl.arange(0, 64, gl.SliceLayout(1, L))[:, None]
     column = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
@@ -172,9 +170,9 @@ def lower_places(ptr):
 
 
 @gluon_jit
-def copy_lower(to, ptr):
+def copy_lower(to, ptr, SECOND: gl.constexpr):
     """Starts a copy of such a matrix; zeros above the diagonal's blocks."""
-    at, inside = lower_places(ptr)
+    at, inside = lower_places(ptr, SECOND)
     async_load(to, at, inside)
 
 

@@ -59,7 +59,7 @@ def at_head(pointers, program, P: gl.constexpr):
     keys += key_row
     queries += key_row
     values += value_row
-    matrices += place * (P.chunks * 2 * P.lower_rows * 64)
+    matrices += place * (P.chunks * P.lines * 64)
     vectors += place * (P.chunks * 4 * 64)
     ends += place * (P.chunks * P.h * 64)
     return (keys, queries, values, matrices, vectors, ends), place, value_row
@@ -82,11 +82,11 @@ def copy_chunk(
         copy_rows(to_queries.index(slot), rows, left, 0, P.keys, P.h)
     rows = values + first * P.values
     copy_rows(to_values.index(slot), rows, left, first_column, P.values, P.hv)
-    matrices += first * (2 * P.lower_rows)
+    matrices += first * P.lines
     if WALK != "back":
-        copy_lower(to_inverses.index(slot), matrices)
+        copy_lower(to_inverses.index(slot), matrices, 0)
     if WALK != "states":
-        copy_lower(to_scores.index(slot), matrices + 64 * P.lower_rows)
+        copy_lower(to_scores.index(slot), matrices, 1)
     if WALK == "back":
         copy_rows(to_ends.index(slot), ends + first * P.h, P.h, 0, 64, 64)
     copy_vectors(to_vectors.index(slot), vectors + first * 4)

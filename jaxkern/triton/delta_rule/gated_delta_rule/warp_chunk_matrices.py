@@ -126,7 +126,6 @@ def matrices_of_chunk(operands, results, first, chunk, P: gl.constexpr):
     query_ptr, key_ptr, g_ptr, beta_ptr = operands
     matrices_ptr, vectors_ptr, ends_ptr = results
     DTYPE: gl.constexpr = matrices_ptr.dtype.element_ty
-    MATRIX: gl.constexpr = P.rows * 64
     b, head = (first // P.heads).to(gl.int64), first % P.heads
     left = P.tokens - chunk * 64
     token = b * P.tokens + chunk * 64
@@ -140,14 +139,13 @@ def matrices_of_chunk(operands, results, first, chunk, P: gl.constexpr):
     barrier()
     words = in_words(keys)
     x, turned = unit_lower_inverse(negative_a(negative_gram(words, DTYPE, P), vectors))
-    matrices_ptr += place * (2 * MATRIX)
+    matrices_ptr += place * P.matrices
     for i in gl.static_range(4):
-        store_lower_row(matrices_ptr, row_of(x, i), i, P)
-    matrices_ptr += MATRIX
+        store_lower_row(matrices_ptr, row_of(x, i), i, 0, P)
     for i in gl.static_range(4):
         row = row_of_scores(in_words(queries), words, vectors, i, DTYPE, P)
         row = row_of_product(row, turned, i)
-        store_lower_row(matrices_ptr, row, i, P)
+        store_lower_row(matrices_ptr, row, i, 1, P)
     if ends_ptr is not None:
         store_ends(ends_ptr + place * (P.h * 64), keys, vectors, turned, P)
 

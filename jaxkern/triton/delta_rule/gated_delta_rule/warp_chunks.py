@@ -20,9 +20,8 @@ from jaxkern.triton.delta_rule.gated_delta_rule.block_inverse import (
     zero_block,
 )
 from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import (
-    LOWER_ROWS,
+    LINES,
     first_of,
-    stride_of,
 )
 
 
@@ -39,9 +38,9 @@ class Chunks:
     packed: bool = False  # matrices lie as in lower_rows.py
 
     @property
-    def rows(self) -> int:
-        """Of 64 numbers in memory that a matrix has."""
-        return LOWER_ROWS if self.packed else 64
+    def matrices(self) -> int:
+        """Numbers that a chunk's two matrices take."""
+        return 64 * (LINES if self.packed else 2 * 64)
 
     @property
     def chunks(self) -> int:
@@ -233,17 +232,18 @@ def store_row(ptr, blocks, rows, STRIDE: gl.constexpr):
 
 
 @gluon_jit
-def store_lower_row(ptr, blocks, ROW: gl.constexpr, P: gl.constexpr):
-    """A row of blocks of each warp's matrix, from the matrix's place on."""
-    STRIDE: gl.constexpr = P.chunks * 2 * P.rows * 64
+def store_lower_row(
+    ptr, blocks, ROW: gl.constexpr, SECOND: gl.constexpr, P: gl.constexpr
+):
+    """A row of blocks of T, or of P T, the SECOND; of each warp, from its chunk on."""
+    STRIDE: gl.constexpr = P.chunks * P.matrices
     if P.packed:
         x = beside(blocks, ptr.dtype.element_ty)
         W: gl.constexpr = x.shape[0]
         L: gl.constexpr = rows_layout(W)
         warp, row, column = places(W, 16, 64, L)
-        FIRST: gl.constexpr = first_of(ROW)
-        APART: gl.constexpr = stride_of(ROW)
-        at = warp.to(gl.int64) * STRIDE + (FIRST + row * APART + column)
+        at = warp.to(gl.int64) * STRIDE + (row * 64 + column)
+        at += first_of(ROW, SECOND)
         gl.store(ptr + at, gl.convert_layout(x, L), column < 16 * (ROW + 1))
     else:
-        store_row(ptr + 16 * ROW * 64, blocks, 16, STRIDE)
+        store_row(ptr + (64 * SECOND + 16 * ROW) * 64, blocks, 16, STRIDE)
