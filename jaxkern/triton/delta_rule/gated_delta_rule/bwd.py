@@ -102,9 +102,8 @@ def gated_delta_rule_bwd(
     else:
         gradients = gradients_in_two(*given, walked, shape)
         dquery, dkey, dvalue, dg, dbeta = gradients
-    # a factor 0 stays 0, whatever is rounded in sums over the tokens around it
-    dg = jnp.where(g < LEAST, 0.0, dg).astype(g.dtype)
-    return dquery, dkey, dvalue, dg, dbeta.astype(beta.dtype), dinitial
+    dg, dbeta = dg.astype(g.dtype), dbeta.astype(beta.dtype)
+    return dquery, dkey, dvalue, dg, dbeta, dinitial
 
 
 def in_one(h: int, hv: int) -> bool:
@@ -124,6 +123,7 @@ def gradients_in_one(query, key, value, g, beta, vectors, dout, walked, dvalue, 
         query,
         key,
         value,
+        g,
         vectors,
         dout,
         states,
@@ -194,4 +194,6 @@ def gradients_in_two(query, key, value, g, beta, vectors, dout, walked, shape):
         num_stages=1,
         C=Constants(**shape, BLOCK_H=block, BLOCK_V=columns),
     )
-    return dquery, dkey, dvalue, dg + dg_parts.sum(0), dbeta + dbeta_parts.sum(0)
+    # a factor 0 stays 0, whatever is rounded in sums over the tokens around it
+    dg = jnp.where(g < LEAST, 0.0, dg + dg_parts.sum(0))
+    return dquery, dkey, dvalue, dg, dbeta + dbeta_parts.sum(0)
