@@ -71,7 +71,7 @@ def gated_delta_rule_bwd(
         scale=scale,
         backward=True,
         by_warps=fwd.hopper(),
-        packed=by_hopper,
+        packed=by_hopper and constants["P"].packed,
     )
     results = results_of_walks(key, value, initial_state)
     if by_hopper:

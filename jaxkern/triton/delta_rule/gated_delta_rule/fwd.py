@@ -36,6 +36,7 @@ MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
 COLUMNS = hopper_tiles.COLUMNS  # value columns of a program
 MAKING = 4  # value heads that warps make the matrices of together
 BESIDE_ROWS = 32_768  # bytes of shared memory that they need at most beside the rows
+PACKED = [True, True]
 HOPPER_WALKS = True  # those of `hopper_walk`, on compute capability 9.0
 
 
@@ -77,7 +78,9 @@ def hopper() -> bool:
     return HOPPER_WALKS and compute_capability() == 90
 
 
-def hopper_shape(shape: dict[str, Any], stages: int) -> hopper_tiles.Walk:
+def hopper_shape(
+    shape: dict[str, Any], stages: int, packed: bool = False
+) -> hopper_tiles.Walk:
     h = shape["H"]
     return hopper_tiles.Walk(
         tokens=shape["T"],
@@ -88,6 +91,7 @@ def hopper_shape(shape: dict[str, Any], stages: int) -> hopper_tiles.Walk:
         room=max(64, next_power_of_2(h)),
         scale=shape["SCALE"],
         stages=stages,
+        packed=packed,
     )
 
 
@@ -111,9 +115,9 @@ def walk_of(
         kernel, stages = hopper_walk.hopper_forward_kernel, 3
         if backward:
             kernel, stages = hopper_walk.hopper_both_ways_kernel, 2
-        known = hopper_shape(shape, stages)
+        known = hopper_shape(shape, stages, PACKED[0])
         if known.blocks == 2 and programs > num_sms():
-            known = dataclasses.replace(known, together=2)
+            known = dataclasses.replace(known, together=2, packed=PACKED[1])
         constants = {"P": known, "num_warps": 4, "num_stages": 1}
         return kernel, programs // known.together, constants
     fits = h <= 128 or not backward
@@ -139,7 +143,7 @@ def makers(key, heads: int, scale: float) -> warp_chunks.Chunks:
         h=h,
         scale=scale,
         warps=MAKING,
-        packed=True,
+        packed=PACKED[0],
     )
 
 
@@ -165,7 +169,7 @@ def forward_in_one(query, key, value, g, beta, initial_state, *, scale):
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     ready = jax.ShapeDtypeStruct((b, n, chunks), jnp.int32)
-    matrices, vectors = results_of_chunks(key, n, packed=True)
+    matrices, vectors = results_of_chunks(key, n, PACKED[0])
     out, final, *_ = sparse_call(
         hopper_forward.hopper_forward_in_one_kernel,
         (num_sms(),),
@@ -187,7 +191,7 @@ def forward_in_one(query, key, value, g, beta, initial_state, *, scale):
         },
         {
             "M": makers(key, n, scale),
-            "P": hopper_shape(shape, stages=3),
+            "P": hopper_shape(shape, stages=3, packed=PACKED[0]),
             "ROWS": b * n,
             "MAKERS": num_sms() - walks,
             "num_warps": 4,
@@ -211,7 +215,7 @@ def gated_delta_rule(
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     programs = -(-hv // COLUMNS) * b * n
     kernel, programs, constants = walk_of(shape, programs, backward=False)
-    packed = kernel is hopper_walk.hopper_forward_kernel
+    packed = "P" in constants and constants["P"].packed
     matrices, vectors, _ = chunk_matrices(
         query, key, g, beta, scale=scale, by_warps=hopper(), packed=packed
     )

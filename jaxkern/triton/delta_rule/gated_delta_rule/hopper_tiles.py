@@ -37,6 +37,7 @@ class Walk:
     scale: float
     stages: int
     together: int = 1  # blocks of value columns that a walk's program has
+    packed: bool = False  # matrices lie as in lower_rows.py
 
     @property
     def chunks(self) -> int:
@@ -45,7 +46,7 @@ class Walk:
     @property
     def lines(self) -> int:
         """Of 64 numbers, that T and P T take."""
-        return LINES
+        return LINES if self.packed else 2 * 64
 
     @property
     def blocks(self) -> int:
@@ -170,10 +171,13 @@ def lower_places(ptr, SECOND: gl.constexpr):
 
 
 @gluon_jit
-def copy_lower(to, ptr, SECOND: gl.constexpr):
-    """Starts a copy of such a matrix; zeros above the diagonal's blocks."""
-    at, inside = lower_places(ptr, SECOND)
-    async_load(to, at, inside)
+def copy_matrix(to, ptr, SECOND: gl.constexpr, P: gl.constexpr):
+    """Starts a copy of T, or of P T, the SECOND; zeros above the diagonal's blocks."""
+    if P.packed:
+        at, inside = lower_places(ptr, SECOND)
+        async_load(to, at, inside)
+    else:
+        copy_rows(to, ptr + SECOND * (64 * 64), 64, 0, 64, 64)
 
 
 @gluon_jit

@@ -25,7 +25,7 @@ from jaxkern.gpu.triton_call import (
 from jaxkern.triton.delta_rule.gated_delta_rule.hopper_tiles import (
     all_was_read,
     copies_layout,
-    copy_lower,
+    copy_matrix,
     copy_rows,
     copy_vectors,
     is_strong,
@@ -84,9 +84,9 @@ def copy_chunk(
     copy_rows(to_values.index(slot), rows, left, first_column, P.values, P.hv)
     matrices += first * P.lines
     if WALK != "back":
-        copy_lower(to_inverses.index(slot), matrices, 0)
+        copy_matrix(to_inverses.index(slot), matrices, 0, P)
     if WALK != "states":
-        copy_lower(to_scores.index(slot), matrices, 1)
+        copy_matrix(to_scores.index(slot), matrices, 1, P)
     if WALK == "back":
         copy_rows(to_ends.index(slot), ends + first * P.h, P.h, 0, 64, 64)
     copy_vectors(to_vectors.index(slot), vectors + first * 4)
