@@ -26,6 +26,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import LINES
 CHUNK = 64
 REGISTERS = 168  # of a thread: three programs beside each other
 WARPS = 2  # of a program by warps
+LAST_FIRST = True  # forward, whose walk finds its first chunks in the second cache
 FOUR_WARPS = True  # forward, where they share a key head
 REGISTERS_FORWARD = {2: 200, 4: 168}  # by warps: five programs of two, three of four
 REGISTERS_BACKWARD = {}
@@ -177,7 +178,14 @@ def kernel_by_warps(key, g, scale, backward, packed):
     n = g.shape[2]
     warps = warps_of(n, n // k, h, backward)
     known = warp_chunks.Chunks(
-        tokens=t, heads=n, group=n // k, h=h, scale=scale, warps=warps, packed=packed
+        tokens=t,
+        heads=n,
+        group=n // k,
+        h=h,
+        scale=scale,
+        warps=warps,
+        packed=packed,
+        last_first=LAST_FIRST and not backward,
     )
     options = dict(num_warps=warps, num_stages=1)
     most = REGISTERS_BACKWARD if backward else REGISTERS_FORWARD
