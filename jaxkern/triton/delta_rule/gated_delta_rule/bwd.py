@@ -102,8 +102,9 @@ def gated_delta_rule_bwd(
     else:
         gradients = gradients_in_two(*given, walked, shape)
         dquery, dkey, dvalue, dg, dbeta = gradients
-    dg, dbeta = dg.astype(g.dtype), dbeta.astype(beta.dtype)
-    return dquery, dkey, dvalue, dg, dbeta, dinitial
+    # a factor 0 stays 0, whatever is rounded in sums over the tokens around it
+    dg = jnp.where(g < LEAST, 0.0, dg).astype(g.dtype)
+    return dquery, dkey, dvalue, dg, dbeta.astype(beta.dtype), dinitial
 
 
 def in_one(h: int, hv: int) -> bool:
@@ -123,7 +124,6 @@ def gradients_in_one(query, key, value, g, beta, vectors, dout, walked, dvalue, 
         query,
         key,
         value,
-        g,
         vectors,
         dout,
         states,
@@ -194,6 +194,4 @@ def gradients_in_two(query, key, value, g, beta, vectors, dout, walked, shape):
         num_stages=1,
         C=Constants(**shape, BLOCK_H=block, BLOCK_V=columns),
     )
-    # a factor 0 stays 0, whatever is rounded in sums over the tokens around it
-    dg = jnp.where(g < LEAST, 0.0, dg + dg_parts.sum(0))
-    return dquery, dkey, dvalue, dg, dbeta + dbeta_parts.sum(0)
+    return dquery, dkey, dvalue, dg + dg_parts.sum(0), dbeta + dbeta_parts.sum(0)

@@ -36,7 +36,7 @@ MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
 COLUMNS = hopper_tiles.COLUMNS  # value columns of a program
 MAKING = 4  # value heads that warps make the matrices of together
 BESIDE_ROWS = 32_768  # bytes of shared memory that they need at most beside the rows
-PACKED = [True, True]
+PACKED = [False, True]
 HOPPER_WALKS = True  # those of `hopper_walk`, on compute capability 9.0
 
 

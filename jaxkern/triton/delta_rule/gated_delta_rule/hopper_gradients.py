@@ -118,7 +118,7 @@ def copy_states(states, ptr, at_chunk, P: gl.constexpr):
 
 @gluon_jit
 def copy_tokens(pointers, buffers, rings, step, P: gl.constexpr):
-    """Of a step what has two places: there is room once D before the last was read."""
+    """Of a step what has two places."""
     _query_ptr, _key_ptr, written_ptr, vectors_ptr, dout_ptr = pointers[:5]
     dvalue_ptr, _states_ptr, _dstates_ptr = pointers[5:]
     _queries, _keys, ds, vectors, douts, dvs, _states, _dstates = buffers
@@ -126,6 +126,7 @@ def copy_tokens(pointers, buffers, rings, step, P: gl.constexpr):
     left, _at_keys, at_tokens, at_chunk = of_step(step, P)
     at_values = at_tokens * P.hv
     slot = step % 2
+    wait_for_room(kept, step)
     rows = written_ptr + at_values
     copy_rows(ds.index(slot), rows, left, 0, P.values, P.hv)
     copy_rows(douts.index(slot), dout_ptr + at_values, left, 0, P.values, P.hv)
@@ -267,12 +268,6 @@ def across(states, dstates):
 
 
 @gluon_jit
-def room_for_sums():
-    TWO: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return gl.allocate_shared_memory(gl.float32, [2, 2, 64], TWO)
-
-
-@gluon_jit
 def row_sums(to, x):
     """Leaves the sums of rows in two parts, those of the two halves of the warps."""
     ROWS: gl.constexpr = x.shape[0]
@@ -289,25 +284,8 @@ def both_halves(sums):
 
 
 @gluon_jit
-def forgets_all(g_ptr, left, P: gl.constexpr):
-    """Tokens whose own decay is 0."""
-    token = gl.arange(0, 64, line_layout(64, gl.num_warps()))
-    g = gl.load(g_ptr + token * P.heads, token < left, 0.0)
-    return g.to(gl.float32) < -120.0
-
-
-@gluon_jit
 def gradients_of_gates(
-    dg_ptr,
-    dbeta_ptr,
-    of_tokens,
-    stored,
-    written,
-    across,
-    forgets,
-    beta,
-    left,
-    P: gl.constexpr,
+    dg_ptr, dbeta_ptr, of_tokens, stored, written, across, beta, left, P: gl.constexpr
 ):
     """Leaves dg: what decays with token l, and all that goes on beyond the chunk.
 
@@ -316,8 +294,6 @@ def gradients_of_gates(
     beyond = gl.sum(both_halves(stored), 0) + across
     dg = gl.associative_scan(both_halves(of_tokens), 0, one_sum, reverse=True) + beyond
     token = gl.arange(0, 64, line_layout(64, gl.num_warps()))
-    # a factor 0 stays 0, whatever is rounded in sums over the tokens around it
-    dg = gl.where(forgets, 0.0, dg)
     gl.store(dg_ptr + token * P.heads, dg, token < left)
     strong = is_strong(beta)
     dbeta = both_halves(written) / gl.where(strong, beta * beta, 1.0)
@@ -325,7 +301,7 @@ def gradients_of_gates(
 
 
 @gluon_jit
-def gates(g_ptr, results, buffers, sums, rings, steps, P: gl.constexpr):
+def gates(results, buffers, sums, rings, steps, P: gl.constexpr):
     """What the warps do that neither copy nor multiply matrices."""
     dquery_ptr, dkey_ptr, dg_ptr, dbeta_ptr = results
     queries, keys, _ds, vectors, _douts, _dvs, states, dstates = buffers
@@ -333,7 +309,6 @@ def gates(g_ptr, results, buffers, sums, rings, steps, P: gl.constexpr):
     WARPS: gl.constexpr = gl.num_warps()
     for step in range(steps):
         left, at_keys, at_tokens, _at_chunk = of_step(step, P)
-        forgets = forgets_all(g_ptr + at_tokens, left, P)
         wait_for_copies(kept, step)
         decays = vectors.index(step % 2)
         beta = decays.slice(2 * 64, 64).load(line_layout(64, WARPS))
@@ -343,17 +318,16 @@ def gates(g_ptr, results, buffers, sums, rings, steps, P: gl.constexpr):
         decayed = whole * across(states, dstates)
         all_was_read(before, step)
         was_read(behind, step)
+        was_read(kept, step)
         wait_for_copies(summed, step)
-        slot = step % 2
-        of_tokens, stored, written = sums
+        slot = step % 2 * 3
         gradients_of_gates(
             dg_ptr + at_tokens,
             dbeta_ptr + at_tokens,
-            of_tokens.index(slot),
-            stored.index(slot),
-            written.index(slot),
+            sums.index(slot),
+            sums.index(slot + 1),
+            sums.index(slot + 2),
             decayed,
-            forgets,
             beta,
             left,
             P,
@@ -370,7 +344,6 @@ def gradients(weak_pointers, buffers, tiles, sums, rings, steps, P: gl.constexpr
     """What the warps do that multiply matrices."""
     q, k, ds, vectors, douts, dvs, states, dstates = buffers
     dqk_tile, w_tile = tiles
-    sums_of_tokens, sums_stored, sums_written = sums
     shared, kept, before, behind, summed = rings
     dtype: gl.constexpr = dqk_tile.dtype
     R: gl.constexpr = P.room
@@ -401,7 +374,7 @@ def gradients(weak_pointers, buffers, tiles, sums, rings, steps, P: gl.constexpr
         dqk, weighted, written = of_pairs(dqk, dkk, decays, P)
         dqk_tile.store(dqk.to(dtype))
         w_tile.store(weighted.to(dtype))
-        row_sums(sums_written.index(slot), written)
+        row_sums(sums.index(3 * slot + 2), written)
         fence_async_shared()
         read, erased = warpgroup_mma_wait(0, deps=[read, erased])
         # all have read S, and the tiles are there
@@ -416,18 +389,18 @@ def gradients(weak_pointers, buffers, tiles, sums, rings, steps, P: gl.constexpr
         read = added(read, dqk_tile, k)
         erased = added(erased, w_tile, k)
         stored = warpgroup_mma_wait(2, deps=[stored])
-        # and all else that the step has of its own
         all_was_read(behind, step)
+        was_read(kept, step)
         stored *= to_end[:, None]
         stored_keys = stored * k.load(sums_layout(R)).to(gl.float32)
-        row_sums(sums_stored.index(slot), stored_keys)
+        row_sums(sums.index(3 * slot + 1), stored_keys)
         stored = added(stored, w_tile.permute([1, 0]), k)
         stored = added(stored, dqk_tile.permute([1, 0]), q)
         read, erased = warpgroup_mma_wait(2, deps=[read, erased])
         of_tokens = read * q.load(sums_layout(R)).to(gl.float32)
         stored = warpgroup_mma_wait(0, deps=[stored])
         of_tokens += (erased - stored) * k.load(sums_layout(R)).to(gl.float32)
-        row_sums(sums_of_tokens.index(slot), of_tokens)
+        row_sums(sums.index(3 * slot), of_tokens)
         if P.group > 1:
             fresh = step % P.group == 0
             dquery = read + gl.where(fresh, 0.0, dquery)
@@ -447,7 +420,6 @@ def hopper_gradients_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
-    g_ptr,
     vectors_ptr,
     dout_ptr,
     states_ptr,
@@ -473,8 +445,9 @@ def hopper_gradients_kernel(
     vectors = room_for_vectors(2)
     states, dstates = room_for(dtype, [V, R]), room_for(dtype, [V, R])
     dqk_tile, w_tile = room_for(dtype, [64, 64]), room_for(dtype, [64, 64])
-    # of tokens, stored and written, each of two steps and both halves of the warps
-    sums = (room_for_sums(), room_for_sums(), room_for_sums())
+    # of two steps: of tokens, stored and written, each of both halves of the warps
+    TWO: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [6, 2, 64], TWO)
     COPY: gl.constexpr = 32 * BESIDE
     shared, kept, summed = ring(1, COPY), ring(2, COPY, 2), ring(2, 1)
     rings = shared, kept, ring(1, COPY, 2), ring(1, COPY, 2), summed
@@ -498,7 +471,7 @@ def hopper_gradients_kernel(
     warp_specialize(
         [
             (gradients, (weak_pointers, buffers, tiles, sums, rings, steps, P)),
-            (gates, (g_ptr, results, buffers, sums, rings, steps, P)),
+            (gates, (results, buffers, sums, rings, steps, P)),
             (copy_steps, (pointers, buffers, rings, steps, P)),
         ],
         [BESIDE, BESIDE],
