@@ -22,7 +22,6 @@ from jaxkern.triton.delta_rule.gated_delta_rule import (
     chunk_ends,
     chunk_matrices,
     fwd,
-    shared_products,
     warp_chunk_matrices,
     warp_chunks,
 )
@@ -104,7 +103,7 @@ def test_kernels_of_compute_capability_90(monkeypatch, k, n, sms):
     walks = ("hopper_forward_kernel", "hopper_both_ways_kernel")
     kernel, tiles = "hopper_gradients_kernel", [fwd.hopper_tiles]
     by_warps, blocks = "warp_chunk_matrices_kernel", [block_inverse]
-    blocks += [warp_chunks, chunk_ends, shared_products]
+    blocks += [warp_chunks, chunk_ends]
     one = [*blocks, warp_chunk_matrices, *tiles, fwd.hopper_walk]
     in_one = "hopper_forward_in_one_kernel"
     with (

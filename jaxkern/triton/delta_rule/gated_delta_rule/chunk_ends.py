@@ -50,7 +50,7 @@ def store_ends(ends_ptr, keys, vectors, turned, P: gl.constexpr):
     for part in gl.static_range(TALL):
         for m in gl.static_range(4):
             sums = (zero_block(P.warps),) * 4
-            columns = keys.index(2 * part).slice(16 * m, 16, 2)
+            columns = keys.index(part).slice(16 * m, 16, 2)
             for i in gl.static_range(4):
                 key = left_of_keys(columns.slice(16 * i, 16, 1), P.warps)
                 more = ()

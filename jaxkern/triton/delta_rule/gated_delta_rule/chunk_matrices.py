@@ -26,7 +26,6 @@ from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import LINES
 CHUNK = 64
 REGISTERS = 168  # of a thread: three programs beside each other
 WARPS = 2  # of a program by warps
-SHARED = True
 LAST_FIRST = True  # forward, whose walk finds its first chunks in the second cache
 FOUR_WARPS = True  # forward, where they share a key head
 REGISTERS_FORWARD = {2: 200, 4: 168}  # by warps: five programs of two, three of four
@@ -178,8 +177,6 @@ def kernel_by_warps(key, g, scale, backward, packed):
     b, t, k, h = key.shape
     n = g.shape[2]
     warps = warps_of(n, n // k, h, backward)
-    one = (n // k) % warps == 0 and warps > 1
-    shared = SHARED and one and (warps == 2 or 64 < h <= 128)
     known = warp_chunks.Chunks(
         tokens=t,
         heads=n,
@@ -188,7 +185,6 @@ def kernel_by_warps(key, g, scale, backward, packed):
         scale=scale,
         warps=warps,
         packed=packed,
-        shared=shared,
         last_first=LAST_FIRST and not backward,
     )
     options = dict(num_warps=warps, num_stages=1)

@@ -20,10 +20,6 @@ from jaxkern.triton.delta_rule.gated_delta_rule.block_products import (
     subtract_product_of_words,
 )
 from jaxkern.triton.delta_rule.gated_delta_rule.chunk_ends import store_ends
-from jaxkern.triton.delta_rule.gated_delta_rule.shared_products import (
-    shared_block,
-    shared_products,
-)
 from jaxkern.triton.delta_rule.gated_delta_rule.warp_chunks import (
     chunk_vectors,
     copy_heads,
@@ -33,7 +29,6 @@ from jaxkern.triton.delta_rule.gated_delta_rule.warp_chunks import (
     of_columns,
     of_row,
     of_rows,
-    room_for_rows,
     store_lower_row,
 )
 from jaxkern.triton.quant.fragments import barrier
@@ -70,7 +65,7 @@ def negative_gram(keys, DTYPE: gl.constexpr, P: gl.constexpr):
     for step in gl.static_range(STEPS):
         rows, more = (), ()
         for j in gl.static_range(4):
-            rows += (load_words(keys, 0, j, step, P),)
+            rows += (load_words(keys, j, step, P),)
         for i in gl.static_range(4):
             for j in gl.static_range(i + 1):
                 before = sums[number(i, j)]
@@ -82,26 +77,17 @@ def negative_gram(keys, DTYPE: gl.constexpr, P: gl.constexpr):
 
 @gluon_jit
 def row_of_scores(
-    rows, vectors, ROW: gl.constexpr, DTYPE: gl.constexpr, P: gl.constexpr
+    queries, keys, vectors, ROW: gl.constexpr, DTYPE: gl.constexpr, P: gl.constexpr
 ):
     """Blocks (ROW, j) of -P."""
     STEPS: gl.constexpr = P.steps
     sums = (zero_block(P.warps),) * (ROW + 1)
     for step in gl.static_range(STEPS):
-        row, more = load_words(rows, 1, ROW, step, P), ()
+        row, more = load_words(queries, ROW, step, P), ()
         for j in gl.static_range(ROW + 1):
-            column = load_words(rows, 0, j, step, P)
+            column = load_words(keys, j, step, P)
             more += (subtract_product_of_words(row, column, sums[j], DTYPE),)
         sums = more
-    return decayed(sums, P.scale, vectors, ROW, True)
-
-
-@gluon_jit
-def row_of_shared_scores(found, vectors, ROW: gl.constexpr, P: gl.constexpr):
-    """Blocks (ROW, j) of -P."""
-    sums = ()
-    for j in gl.static_range(ROW + 1):
-        sums += (shared_block(found, number(ROW, j), 1, P),)
     return decayed(sums, P.scale, vectors, ROW, True)
 
 
@@ -144,36 +130,24 @@ def matrices_of_chunk(operands, results, first, chunk, P: gl.constexpr):
     left = P.tokens - chunk * 64
     token = b * P.tokens + chunk * 64
     place = first.to(gl.int64) * P.chunks + chunk
-    rows = room_for_rows(key_ptr.dtype.element_ty, P)
-    copy_heads(rows, 0, key_ptr + token * P.row, head, left, P)
-    copy_heads(rows, 1, query_ptr + token * P.row, head, left, P)
+    keys = copy_heads(key_ptr + token * P.row, head, left, P)
+    queries = copy_heads(query_ptr + token * P.row, head, left, P)
     gates = token * P.heads + head
     g, beta = load_gates(g_ptr + gates, left, P), load_gates(beta_ptr + gates, left, P)
     vectors = chunk_vectors(g, beta, vectors_ptr + place * (4 * 64), P)
     async_copy.wait_group(0)
     barrier()
-    words = in_words(rows)
-    gram = ()
-    if P.shared:
-        found = shared_products(rows, DTYPE, P)
-        for n in gl.static_range(10):
-            gram += (shared_block(found, n, 0, P),)
-    else:
-        found = rows
-        gram = negative_gram(words, DTYPE, P)
-    x, turned = unit_lower_inverse(negative_a(gram, vectors))
+    words = in_words(keys)
+    x, turned = unit_lower_inverse(negative_a(negative_gram(words, DTYPE, P), vectors))
     matrices_ptr += place * P.matrices
     for i in gl.static_range(4):
         store_lower_row(matrices_ptr, row_of(x, i), i, 0, P)
     for i in gl.static_range(4):
-        if P.shared:
-            row = row_of_shared_scores(found, vectors, i, P)
-        else:
-            row = row_of_scores(words, vectors, i, DTYPE, P)
+        row = row_of_scores(in_words(queries), words, vectors, i, DTYPE, P)
         row = row_of_product(row, turned, i)
         store_lower_row(matrices_ptr, row, i, 1, P)
     if ends_ptr is not None:
-        store_ends(ends_ptr + place * (P.h * 64), rows, vectors, turned, P)
+        store_ends(ends_ptr + place * (P.h * 64), keys, vectors, turned, P)
 
 
 @gluon_jit

@@ -37,12 +37,6 @@ class Chunks:
     warps: int
     packed: bool = False  # matrices lie as in lower_rows.py
     last_first: bool = False  # programs begin with the last chunks
-    shared: bool = False  # warps of the one key head share its products
-
-    @property
-    def parts(self) -> int:
-        """Of the dims, whose products warps make that share them."""
-        return self.warps // 2
 
     @property
     def matrices(self) -> int:
@@ -103,45 +97,35 @@ def line_layout(warps):
 
 
 @gluon_jit
-def room_for_rows(dtype: gl.constexpr, P: gl.constexpr):
-    """Of keys and, beside those of the same 64 dims, queries."""
-    ROOM: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    SHAPE: gl.constexpr = [P.tall * 2, P.key_heads, 64, 64]
-    return gl.allocate_shared_memory(dtype, SHAPE, ROOM)
-
-
-@gluon_jit
-def copy_heads(room, WHICH: gl.constexpr, ptr, first_head, left, P: gl.constexpr):
+def copy_heads(ptr, first_head, left, P: gl.constexpr):
     """Starts copies of a chunk's rows, zeros beyond the last row or dim."""
     HEADS: gl.constexpr = P.key_heads
     L: gl.constexpr = rows_layout(P.warps, HEADS)
     TALL: gl.constexpr = P.tall
+    ROOM: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    SHAPE: gl.constexpr = [TALL, HEADS, 64, 64]
+    room = gl.allocate_shared_memory(ptr.dtype.element_ty, SHAPE, ROOM)
     number, row, column = places(HEADS, 64, 64, L)
     head = (first_head + number * (P.warps // HEADS)) // P.group
     at = row.to(gl.int64) * P.row + (head * P.h + column)
     for part in gl.static_range(TALL):
         inside = (row < left) & (part * 64 + column < P.h)
-        to = room.index(2 * part + WHICH)
-        async_load(to, ptr + (at + part * 64), inside)
+        async_load(room.index(part), ptr + (at + part * 64), inside)
     async_copy.commit_group()
+    return room
 
 
 @gluon_jit
 def in_words(room):
     """The same memory, two numbers a word."""
     WORDS: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [2, 1, 0])
-    SHAPE: gl.constexpr = [room.shape[0], room.shape[1], 64, 32]
-    return reinterpreted(room, gl.int32, SHAPE, WORDS)
+    TALL: gl.constexpr = room.shape[0]
+    HEADS: gl.constexpr = room.shape[1]
+    return reinterpreted(room, gl.int32, [TALL, HEADS, 64, 32], WORDS)
 
 
 @gluon_jit
-def load_words(
-    room,
-    WHICH: gl.constexpr,
-    ROW: gl.constexpr,
-    STEP: gl.constexpr,
-    P: gl.constexpr,
-):
+def load_words(room, ROW: gl.constexpr, STEP: gl.constexpr, P: gl.constexpr):
     """32 dims of 16 tokens as a block of words.
 
     Four words that lie side by side come to one lane, which has them as columns 2 t,
@@ -150,15 +134,10 @@ def load_words(
     W: gl.constexpr = P.warps
     HEADS: gl.constexpr = P.key_heads
     L: gl.constexpr = words_layout(HEADS, W)
-    rows = room.index(STEP // 2 * 2 + WHICH).slice(16 * ROW, 16, 1)
+    rows = room.index(STEP // 2).slice(16 * ROW, 16, 1)
     words = rows.slice(STEP % 2 * 16, 16, 2).load(gl.SliceLayout(1, L))
     each = gl.zeros([HEADS, W // HEADS, 16, 16], gl.int32, L)
     words, _ = gl.broadcast(gl.expand_dims(words, 1), each)
-    return block_of_words(words, W)
-
-
-@gluon_jit
-def block_of_words(words, W: gl.constexpr):
     words = gl.permute(gl.reshape(words, [W, 16, 4, 2, 2]), [0, 1, 3, 2, 4])
     words = gl.reshape(words, [W, 16, 16])
     return gl.convert_layout(words, sums_layout(W), assert_trivial=True)
