@@ -26,10 +26,6 @@ from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import LINES
 CHUNK = 64
 REGISTERS = 168  # of a thread: three programs beside each other
 WARPS = 2  # of a program by warps
-LAST_FIRST = True  # forward, whose walk finds its first chunks in the second cache
-FOUR_WARPS = True  # forward, where they share a key head
-REGISTERS_FORWARD = {2: 200, 4: 168}  # by warps: five programs of two, three of four
-REGISTERS_BACKWARD = {}
 LEAST = -120.0  # g below counts as this: its exponential is 0 in float32
 
 
@@ -163,10 +159,12 @@ def chunk_matrices_kernel(
 def warps_of(heads: int, group: int, h: int, backward: bool) -> int:
     """Of a program of warp_chunk_matrices.py: neighbours share a key head, if they can.
 
+    Four have one forward, in as many registers as leave three programs side by side.
+
     Where they cannot, a program of one warp leaves room for others: rows of a key head
     of 256 dims take 64 kB.
     """
-    if FOUR_WARPS and not backward and h <= 128 and group % 4 == 0:
+    if not backward and h <= 128 and group % 4 == 0:
         return 4
     most = WARPS if h <= 128 or group % WARPS == 0 else 1
     return next(w for w in (most, 1) if heads % w == 0)
@@ -185,12 +183,10 @@ def kernel_by_warps(key, g, scale, backward, packed):
         scale=scale,
         warps=warps,
         packed=packed,
-        last_first=LAST_FIRST and not backward,
     )
     options = dict(num_warps=warps, num_stages=1)
-    most = REGISTERS_BACKWARD if backward else REGISTERS_FORWARD
-    if warps in most:
-        options["max_registers"] = most[warps]
+    if warps == 4:
+        options["max_registers"] = REGISTERS
     kernel = warp_chunk_matrices.warp_chunk_matrices_kernel
     return kernel, b * n // warps, {"P": known, **options}
 
@@ -213,7 +209,7 @@ def kernel_by_programs(key, g, scale):
     return chunk_matrices_kernel, b * n, constants
 
 
-def results_of_chunks(key, heads: int, packed: bool):
+def results_of_chunks(key, heads: int, packed: bool = False):
     """What every pass needs of chunks: inverse and scores; vectors."""
     b, t, _, _ = key.shape
     shape = b, heads, -(-t // CHUNK)

@@ -36,7 +36,6 @@ MUCH_SHARED = 160_000  # bytes of a multiprocessor that takes heads of 256 dims
 COLUMNS = hopper_tiles.COLUMNS  # value columns of a program
 MAKING = 4  # value heads that warps make the matrices of together
 BESIDE_ROWS = 32_768  # bytes of shared memory that they need at most beside the rows
-PACKED = [False, True]
 HOPPER_WALKS = True  # those of `hopper_walk`, on compute capability 9.0
 
 
@@ -78,9 +77,7 @@ def hopper() -> bool:
     return HOPPER_WALKS and compute_capability() == 90
 
 
-def hopper_shape(
-    shape: dict[str, Any], stages: int, packed: bool = False
-) -> hopper_tiles.Walk:
+def hopper_shape(shape: dict[str, Any], stages: int) -> hopper_tiles.Walk:
     h = shape["H"]
     return hopper_tiles.Walk(
         tokens=shape["T"],
@@ -91,7 +88,6 @@ def hopper_shape(
         room=max(64, next_power_of_2(h)),
         scale=shape["SCALE"],
         stages=stages,
-        packed=packed,
     )
 
 
@@ -101,7 +97,8 @@ def walk_of(
     """(the kernel of a walk, its programs, its constants) for a `shape` without blocks.
 
     Of `programs`, each with 64 value columns, two are one where all have more than
-    one multiprocessor's turn: what they both read comes once.
+    one multiprocessor's turn: what they both read comes once. These take matrices
+    packed. A walk by itself waits for its products, not for bytes.
 
     As measured on an H200 for heads of 128 dims: the walk written for it is faster,
     with three stages forward and with two backward. Narrower heads have not been
@@ -115,9 +112,9 @@ def walk_of(
         kernel, stages = hopper_walk.hopper_forward_kernel, 3
         if backward:
             kernel, stages = hopper_walk.hopper_both_ways_kernel, 2
-        known = hopper_shape(shape, stages, PACKED[0])
+        known = hopper_shape(shape, stages)
         if known.blocks == 2 and programs > num_sms():
-            known = dataclasses.replace(known, together=2, packed=PACKED[1])
+            known = dataclasses.replace(known, together=2, packed=True)
         constants = {"P": known, "num_warps": 4, "num_stages": 1}
         return kernel, programs // known.together, constants
     fits = h <= 128 or not backward
@@ -143,7 +140,6 @@ def makers(key, heads: int, scale: float) -> warp_chunks.Chunks:
         h=h,
         scale=scale,
         warps=MAKING,
-        packed=PACKED[0],
     )
 
 
@@ -169,7 +165,7 @@ def forward_in_one(query, key, value, g, beta, initial_state, *, scale):
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     ready = jax.ShapeDtypeStruct((b, n, chunks), jnp.int32)
-    matrices, vectors = results_of_chunks(key, n, PACKED[0])
+    matrices, vectors = results_of_chunks(key, n)
     out, final, *_ = sparse_call(
         hopper_forward.hopper_forward_in_one_kernel,
         (num_sms(),),
@@ -191,7 +187,7 @@ def forward_in_one(query, key, value, g, beta, initial_state, *, scale):
         },
         {
             "M": makers(key, n, scale),
-            "P": hopper_shape(shape, stages=3, packed=PACKED[0]),
+            "P": hopper_shape(shape, stages=3),
             "ROWS": b * n,
             "MAKERS": num_sms() - walks,
             "num_warps": 4,

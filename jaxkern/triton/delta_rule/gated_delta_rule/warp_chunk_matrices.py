@@ -161,13 +161,10 @@ def warp_chunk_matrices_kernel(
     ends_ptr,
     P: gl.constexpr,
 ):
-    chunk = gl.program_id(1)
-    if P.last_first:
-        chunk = P.chunks - 1 - chunk
     matrices_of_chunk(
         (query_ptr, key_ptr, g_ptr, beta_ptr),
         (matrices_ptr, vectors_ptr, ends_ptr),
         gl.program_id(0) * P.warps,
-        chunk,
+        gl.program_id(1),
         P,
     )

@@ -36,7 +36,6 @@ class Chunks:
     scale: float
     warps: int
     packed: bool = False  # matrices lie as in lower_rows.py
-    last_first: bool = False  # programs begin with the last chunks
 
     @property
     def matrices(self) -> int:
