@@ -159,10 +159,8 @@ def chunk_matrices_kernel(
 def warps_of(heads: int, group: int, h: int, backward: bool) -> int:
     """Of a program of warp_chunk_matrices.py: neighbours share a key head, if they can.
 
-    Four have one forward, in as many registers as leave three programs side by side.
-
     Where they cannot, a program of one warp leaves room for others: rows of a key head
-    of 256 dims take 64 kB.
+    of 256 dims take 64 kB. Four that share one are a program forward.
     """
     if not backward and h <= 128 and group % 4 == 0:
         return 4
@@ -185,7 +183,7 @@ def kernel_by_warps(key, g, scale, backward, packed):
         packed=packed,
     )
     options = dict(num_warps=warps, num_stages=1)
-    if warps == 4:
+    if warps == 4:  # three programs side by side, though some registers spill
         options["max_registers"] = REGISTERS
     kernel = warp_chunk_matrices.warp_chunk_matrices_kernel
     return kernel, b * n // warps, {"P": known, **options}

@@ -134,12 +134,7 @@ def makers(key, heads: int, scale: float) -> warp_chunks.Chunks:
     """What four warps make the matrices of together, beside walks."""
     _, t, k, h = key.shape
     return warp_chunks.Chunks(
-        tokens=t,
-        heads=heads,
-        group=heads // k,
-        h=h,
-        scale=scale,
-        warps=MAKING,
+        tokens=t, heads=heads, group=heads // k, h=h, scale=scale, warps=MAKING
     )
 
 

@@ -19,10 +19,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.block_inverse import (
     sums_layout,
     zero_block,
 )
-from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import (
-    LINES,
-    first_of,
-)
+from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import LINES, first_of
 
 
 @dataclasses.dataclass(frozen=True)
