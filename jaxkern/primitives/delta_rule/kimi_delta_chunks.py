@@ -268,15 +268,24 @@ def chunk_gradients(x: Chunks, do, dstate, packed: bool = False) -> Chunks:
 
 
 def broken_tokens(x: Chunks, of: Decayed, sees: Sees):
-    """Tokens whose sequence has what is not finite, or has no square: `[i]`.
+    """Tokens whose sequence has what is not finite, or becomes so on the way: `[i]`.
 
     What pulls the gradients back sums over tokens, whatever sequence they are of.
     """
     rows = (of.read, of.erase, of.store, of.qk, of.kk, x.query**2, x.key**2)
+    rows += of.read * x.query, of.erase * x.key, of.store * x.key
+    for left, pairs in (x.query, of.qk), (x.key, of.kk):
+        rows += largest_terms(left, x.key, jnp.abs(pairs))
     broken = functools.reduce(jnp.logical_or, (~all_finite(a) for a in rows))
     broken |= ~all_finite(of.across)[..., None]  # the chunk is of one sequence
     same = sees.tokens | jnp.swapaxes(sees.tokens, -1, -2)
     return jnp.any(same & broken[..., None, :], -1)
+
+
+def largest_terms(left, right, pairs):
+    """What the decays of pairs get, were no decay below 1, and no sign negative."""
+    of_left = left * (pairs @ jnp.abs(right))
+    return of_left, right * (jnp.swapaxes(pairs, -1, -2) @ jnp.abs(left))
 
 
 def without(of: Decayed, broken) -> Decayed:

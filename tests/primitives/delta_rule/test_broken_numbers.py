@@ -89,6 +89,30 @@ def test_a_broken_sequence_leaves_the_others_as_they_are(op, backend, chunk_size
                     assert np.isnan(own).any(), what
 
 
+# query, key, value and weight of one token times so much: all of it stays finite, but
+# not what the gradients of decays are made of
+LARGE = [(1e5, 1e19, 1e10, 1e10), (1e15, 1e15, 1e25, 1.0), (1e5, 1e5, 1e36, 1.0)]
+
+
+@pytest.mark.parametrize("op", HUGE)
+@pytest.mark.parametrize("factors", LARGE)
+def test_gradients_that_overflow_stay_in_their_sequence(op, factors):
+    operands = operands_of(op)
+    weights = np.random.default_rng(1).standard_normal((1, T, *out_dims(op)))
+    run = both_passes(op, "xla", 4)
+    expected = run(operands, jnp.float32(weights))
+    for segment in (1, 2):
+        token = np.flatnonzero(IDS[0] == segment)[-1]
+        large = {name: x.copy() for name, x in operands.items()}
+        of_token = [large[name] for name in ("query", "key", "value")]
+        of_token.append(weights.copy())
+        for x, factor in zip(of_token, factors, strict=True):
+            x[0, token] *= factor
+        found = run(large, jnp.float32(of_token[-1]))
+        assert not all(np.isfinite(x).all() for x in jax.tree.leaves(found))
+        check_others(found, expected, segment, f"{op} {factors} in {segment}")
+
+
 def out_dims(op):
     return (3,) if op in ("selective_scan", "causal_conv1d") else (2, 3)
 

@@ -59,14 +59,22 @@ def gated_delta_rule_bwd(
     del chunk_size  # the same function up to rounding
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
-    matrices, vectors, ends = chunk_matrices(
-        query, key, g, beta, scale=scale, backward=True, by_warps=fwd.hopper()
-    )
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     programs = 2 * -(-hv // fwd.COLUMNS) * b * n
     kernel, programs, constants = fwd.walk_of(shape, programs, backward=True)
+    by_hopper = kernel is fwd.hopper_walk.hopper_both_ways_kernel
+    matrices, vectors, ends = chunk_matrices(
+        query,
+        key,
+        g,
+        beta,
+        scale=scale,
+        backward=True,
+        by_warps=fwd.hopper(),
+        packed=by_hopper and constants["P"].packed,
+    )
     results = results_of_walks(key, value, initial_state)
-    if kernel is fwd.hopper_walk.hopper_both_ways_kernel:
+    if by_hopper:
         results["dvalue_ptr"] = like(value) if in_one(h, hv) else None
     states, written, dstates, dr, dinitial, *dvalue = sparse_call(
         kernel,

@@ -21,6 +21,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule import (
     warp_chunk_matrices,
     warp_chunks,
 )
+from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import LINES
 
 CHUNK = 64
 REGISTERS = 168  # of a thread: three programs beside each other
@@ -155,25 +156,35 @@ def chunk_matrices_kernel(
     tl.store(matrices_ptr + tile, scores.to(matrices_ptr.dtype.element_ty))
 
 
-def warps_of(heads: int, group: int, h: int) -> int:
+def warps_of(heads: int, group: int, h: int, backward: bool) -> int:
     """Of a program of warp_chunk_matrices.py: neighbours share a key head, if they can.
 
     Where they cannot, a program of one warp leaves room for others: rows of a key head
-    of 256 dims take 64 kB.
+    of 256 dims take 64 kB. Four that share one are a program forward.
     """
+    if not backward and h <= 128 and group % 4 == 0:
+        return 4
     most = WARPS if h <= 128 or group % WARPS == 0 else 1
     return next(w for w in (most, 1) if heads % w == 0)
 
 
-def kernel_by_warps(key, g, scale):
+def kernel_by_warps(key, g, scale, backward, packed):
     """(kernel, programs of all heads, constants) for compute capability 9.0."""
     b, t, k, h = key.shape
     n = g.shape[2]
-    warps = warps_of(n, n // k, h)
+    warps = warps_of(n, n // k, h, backward)
     known = warp_chunks.Chunks(
-        tokens=t, heads=n, group=n // k, h=h, scale=scale, warps=warps
+        tokens=t,
+        heads=n,
+        group=n // k,
+        h=h,
+        scale=scale,
+        warps=warps,
+        packed=packed,
     )
     options = dict(num_warps=warps, num_stages=1)
+    if warps == 4:  # three programs side by side, though some registers spill
+        options["max_registers"] = REGISTERS
     kernel = warp_chunk_matrices.warp_chunk_matrices_kernel
     return kernel, b * n // warps, {"P": known, **options}
 
@@ -196,24 +207,30 @@ def kernel_by_programs(key, g, scale):
     return chunk_matrices_kernel, b * n, constants
 
 
-def results_of_chunks(key, heads: int):
+def results_of_chunks(key, heads: int, packed: bool = False):
     """What every pass needs of chunks: inverse and scores; vectors."""
     b, t, _, _ = key.shape
     shape = b, heads, -(-t // CHUNK)
-    matrices = jax.ShapeDtypeStruct((*shape, 2, CHUNK, CHUNK), key.dtype)
+    lines = (LINES,) if packed else (2, CHUNK)
+    matrices = jax.ShapeDtypeStruct((*shape, *lines, CHUNK), key.dtype)
     return matrices, jax.ShapeDtypeStruct((*shape, 4, CHUNK), jnp.float32)
 
 
-def chunk_matrices(query, key, g, beta, *, scale, backward=False, by_warps=False):
+def chunk_matrices(
+    query, key, g, beta, *, scale, backward=False, by_warps=False, packed=False
+):
     """(inverse and scores `[b n c 2 64 64]`, vectors `[b n c 4 64]`, ends or None).
 
-    Ends are `[b n c h 64]`. `by_warps` takes the kernel of warp_chunk_matrices.py.
+    Ends are `[b n c h 64]`. `by_warps` takes the kernel of warp_chunk_matrices.py,
+    which may leave inverse and scores `packed`, `[b n c 80 64]` (lower_rows.py).
     """
     b, t, _, h = key.shape
     n, chunks = g.shape[2], -(-t // CHUNK)
-    choose = kernel_by_warps if by_warps else kernel_by_programs
-    kernel, programs, constants = choose(key, g, scale)
-    matrices, vectors = results_of_chunks(key, n)
+    if by_warps:
+        kernel, programs, constants = kernel_by_warps(key, g, scale, backward, packed)
+    else:
+        kernel, programs, constants = kernel_by_programs(key, g, scale)
+    matrices, vectors = results_of_chunks(key, n, packed)
     ends = jax.ShapeDtypeStruct((b, n, chunks, h, CHUNK), key.dtype)
     return sparse_call(
         kernel,

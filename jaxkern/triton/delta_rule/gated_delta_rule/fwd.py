@@ -97,7 +97,8 @@ def walk_of(
     """(the kernel of a walk, its programs, its constants) for a `shape` without blocks.
 
     Of `programs`, each with 64 value columns, two are one where all have more than
-    one multiprocessor's turn: what they both read comes once.
+    one multiprocessor's turn: what they both read comes once. These take matrices
+    packed. A walk by itself waits for its products, not for bytes.
 
     As measured on an H200 for heads of 128 dims: the walk written for it is faster,
     with three stages forward and with two backward. Narrower heads have not been
@@ -113,7 +114,7 @@ def walk_of(
             kernel, stages = hopper_walk.hopper_both_ways_kernel, 2
         known = hopper_shape(shape, stages)
         if known.blocks == 2 and programs > num_sms():
-            known = dataclasses.replace(known, together=2)
+            known = dataclasses.replace(known, together=2, packed=True)
         constants = {"P": known, "num_warps": 4, "num_stages": 1}
         return kernel, programs // known.together, constants
     fits = h <= 128 or not backward
@@ -201,13 +202,14 @@ def gated_delta_rule(
         return forward_in_one(*given, scale=scale)
     b, t, k, h = key.shape
     n, hv = value.shape[2:]
-    matrices, vectors, _ = chunk_matrices(
-        query, key, g, beta, scale=scale, by_warps=hopper()
-    )
     kept = jnp.float32 if initial_state is None else initial_state.dtype
     shape = dict(T=t, NUM_HEADS=n, GROUP=n // k, H=h, HV=hv, SCALE=scale)
     programs = -(-hv // COLUMNS) * b * n
     kernel, programs, constants = walk_of(shape, programs, backward=False)
+    packed = "P" in constants and constants["P"].packed
+    matrices, vectors, _ = chunk_matrices(
+        query, key, g, beta, scale=scale, by_warps=hopper(), packed=packed
+    )
     return sparse_call(
         kernel,
         (programs,),

@@ -18,6 +18,7 @@ from jaxkern.gpu.triton_call import (
     gluon_jit,
     mbarrier,
 )
+from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import LINES, first_of
 from jaxkern.triton.quant.fragments import barrier
 
 COLUMNS = 64  # value columns of a program, and tokens of a chunk
@@ -36,10 +37,16 @@ class Walk:
     scale: float
     stages: int
     together: int = 1  # blocks of value columns that a walk's program has
+    packed: bool = False  # matrices lie as in lower_rows.py
 
     @property
     def chunks(self) -> int:
         return -(-self.tokens // 64)
+
+    @property
+    def lines(self) -> int:
+        """Of 64 numbers, that T and P T take."""
+        return LINES if self.packed else 2 * 64
 
     @property
     def blocks(self) -> int:
@@ -139,6 +146,38 @@ def copy_rows(
     SHAPE: gl.constexpr = to.shape
     at, inside = places(ptr, rows_left, first_column, STRIDE, WIDTH, SHAPE)
     async_load(to, at, inside)
+
+
+@gluon_jit
+def lower_places(ptr, SECOND: gl.constexpr):
+    """Pointers of four warps to T, or P T, the SECOND, as in lower_rows.py.
+
+    And what is there. A pass is a row of blocks: a thread's rows are one address and
+    constants.
+    """
+    L: gl.constexpr = copies_layout(64, 4)
+    PASSES: gl.constexpr = passes_layout(64, 64, 4)
+    pass_ = gl.arange(0, 4, along(PASSES, 0))[:, None, None]
+    row = gl.arange(0, 16, along(PASSES, 1))[None, :, None]
+    column = gl.arange(0, 64, along(PASSES, 2))[None, None, :]
+    first = gl.where(pass_ == 0, first_of(0, SECOND), first_of(1, SECOND))
+    first = gl.where(pass_ == 2, first_of(2, SECOND), first)
+    first = gl.where(pass_ == 3, first_of(3, SECOND), first)
+    at = gl.reshape(ptr + (row * 64 + column) + first, [64, 64])
+    at = gl.multiple_of(gl.max_contiguous(at, [1, 8]), [1, 16])
+    row = gl.arange(0, 64, gl.SliceLayout(1, L))[:, None]
+    column = gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    return gl.convert_layout(at, L, assert_trivial=True), column // 16 <= row // 16
+
+
+@gluon_jit
+def copy_matrix(to, ptr, SECOND: gl.constexpr, P: gl.constexpr):
+    """Starts a copy of T, or of P T, the SECOND; zeros above the diagonal's blocks."""
+    if P.packed:
+        at, inside = lower_places(ptr, SECOND)
+        async_load(to, at, inside)
+    else:
+        copy_rows(to, ptr + SECOND * (64 * 64), 64, 0, 64, 64)
 
 
 @gluon_jit

@@ -25,6 +25,7 @@ from jaxkern.gpu.triton_call import (
 from jaxkern.triton.delta_rule.gated_delta_rule.hopper_tiles import (
     all_was_read,
     copies_layout,
+    copy_matrix,
     copy_rows,
     copy_vectors,
     is_strong,
@@ -58,7 +59,7 @@ def at_head(pointers, program, P: gl.constexpr):
     keys += key_row
     queries += key_row
     values += value_row
-    matrices += place * (P.chunks * 2 * 64 * 64)
+    matrices += place * (P.chunks * P.lines * 64)
     vectors += place * (P.chunks * 4 * 64)
     ends += place * (P.chunks * P.h * 64)
     return (keys, queries, values, matrices, vectors, ends), place, value_row
@@ -81,11 +82,11 @@ def copy_chunk(
         copy_rows(to_queries.index(slot), rows, left, 0, P.keys, P.h)
     rows = values + first * P.values
     copy_rows(to_values.index(slot), rows, left, first_column, P.values, P.hv)
-    matrices += first * (2 * 64)
+    matrices += first * P.lines
     if WALK != "back":
-        copy_rows(to_inverses.index(slot), matrices, 64, 0, 64, 64)
+        copy_matrix(to_inverses.index(slot), matrices, 0, P)
     if WALK != "states":
-        copy_rows(to_scores.index(slot), matrices + 64 * 64, 64, 0, 64, 64)
+        copy_matrix(to_scores.index(slot), matrices, 1, P)
     if WALK == "back":
         copy_rows(to_ends.index(slot), ends + first * P.h, P.h, 0, 64, 64)
     copy_vectors(to_vectors.index(slot), vectors + first * 4)

@@ -29,7 +29,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.warp_chunks import (
     of_columns,
     of_row,
     of_rows,
-    store_row,
+    store_lower_row,
 )
 from jaxkern.triton.quant.fragments import barrier
 
@@ -126,7 +126,6 @@ def matrices_of_chunk(operands, results, first, chunk, P: gl.constexpr):
     query_ptr, key_ptr, g_ptr, beta_ptr = operands
     matrices_ptr, vectors_ptr, ends_ptr = results
     DTYPE: gl.constexpr = matrices_ptr.dtype.element_ty
-    MATRICES: gl.constexpr = P.chunks * 2 * 64 * 64
     b, head = (first // P.heads).to(gl.int64), first % P.heads
     left = P.tokens - chunk * 64
     token = b * P.tokens + chunk * 64
@@ -140,14 +139,13 @@ def matrices_of_chunk(operands, results, first, chunk, P: gl.constexpr):
     barrier()
     words = in_words(keys)
     x, turned = unit_lower_inverse(negative_a(negative_gram(words, DTYPE, P), vectors))
-    matrices_ptr += place * (2 * 64 * 64)
+    matrices_ptr += place * P.matrices
     for i in gl.static_range(4):
-        store_row(matrices_ptr + 16 * i * 64, row_of(x, i), 16, MATRICES)
-    matrices_ptr += 64 * 64
+        store_lower_row(matrices_ptr, row_of(x, i), i, 0, P)
     for i in gl.static_range(4):
         row = row_of_scores(in_words(queries), words, vectors, i, DTYPE, P)
         row = row_of_product(row, turned, i)
-        store_row(matrices_ptr + 16 * i * 64, row, 16, MATRICES)
+        store_lower_row(matrices_ptr, row, i, 1, P)
     if ends_ptr is not None:
         store_ends(ends_ptr + place * (P.h * 64), keys, vectors, turned, P)
 

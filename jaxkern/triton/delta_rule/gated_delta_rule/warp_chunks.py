@@ -19,6 +19,7 @@ from jaxkern.triton.delta_rule.gated_delta_rule.block_inverse import (
     sums_layout,
     zero_block,
 )
+from jaxkern.triton.delta_rule.gated_delta_rule.lower_rows import LINES, first_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,12 @@ class Chunks:
     h: int
     scale: float
     warps: int
+    packed: bool = False  # matrices lie as in lower_rows.py
+
+    @property
+    def matrices(self) -> int:
+        """Numbers that a chunk's two matrices take."""
+        return 64 * (LINES if self.packed else 2 * 64)
 
     @property
     def chunks(self) -> int:
@@ -219,3 +226,21 @@ def store_row(ptr, blocks, rows, STRIDE: gl.constexpr):
     warp, row, column = places(W, 16, 64, L)
     at = warp.to(gl.int64) * STRIDE + (row * 64 + column)
     gl.store(ptr + at, gl.convert_layout(x, L), row < rows)
+
+
+@gluon_jit
+def store_lower_row(
+    ptr, blocks, ROW: gl.constexpr, SECOND: gl.constexpr, P: gl.constexpr
+):
+    """A row of blocks of T, or of P T, the SECOND; of each warp, from its chunk on."""
+    STRIDE: gl.constexpr = P.chunks * P.matrices
+    if P.packed:
+        x = beside(blocks, ptr.dtype.element_ty)
+        W: gl.constexpr = x.shape[0]
+        L: gl.constexpr = rows_layout(W)
+        warp, row, column = places(W, 16, 64, L)
+        at = warp.to(gl.int64) * STRIDE + (row * 64 + column)
+        at += first_of(ROW, SECOND)
+        gl.store(ptr + at, gl.convert_layout(x, L), column < 16 * (ROW + 1))
+    else:
+        store_row(ptr + (64 * SECOND + 16 * ROW) * 64, blocks, 16, STRIDE)
