@@ -4,9 +4,9 @@
     gelu stand for silu and an operand for x up^T
 
 A program has a few rows of the weights, of which it has all on their way before it
-looks at x; the norm is a factor of the sums, of which each program makes its own. Short
-rows and one activation are multiplied by `lane_products.py`, and more activations than
-a few by XLA, on whose side the tensor cores are.
+looks at x; the norm is a factor of the sums, of which each program makes its own. Rows
+of some lengths and one activation are multiplied by `lane_products.py`, and more
+activations than a few by XLA, on whose side the tensor cores are.
 """
 
 import math
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
 from jaxkern.gpu.device import next_power_of_2
-from jaxkern.gpu.peer_sum import send, turn_of
+from jaxkern.gpu.peer_sum import MOST, send, turn_of
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
@@ -30,8 +30,10 @@ LEAST = 512  # columns that a program reads at a time, at least, where there are
 LARGEST = 8192
 RAGGED = 1024  # columns at a time where no such power of 2 divides them
 ALIGNED = 8  # columns that a load has together
-BY_LANES = (512, 1024, 2048)  # columns of rows that tensor cores multiply
+BY_LANES = {512: 1, 1024: 1, 2048: 2, 4096: 4, 14336: 8}
+"""Columns of rows that tensor cores multiply, and the warps that share one."""
 LANE_ROWS = 2  # of a program of theirs
+SUMMED = 2048  # columns of the longest of these rows that are summed over GPUs
 
 
 def refusal(x: Any, w: Any, **more: Any) -> str | None:
@@ -93,19 +95,29 @@ def sizes_of(d: int, gated: bool) -> dict[str, int]:
     return {"ROWS": rows, "num_warps": min(8, max(1, each // (32 * 64)))}
 
 
-def sizes_by_lanes(x: Any, w: Any, others: tuple) -> dict[str, int] | None:
+def sizes_by_lanes(
+    x: Any, w: Any, others: tuple, is_summed: bool
+) -> dict[str, int] | None:
     """Those of `lane_products.py`, or None where it does not do this, or slower.
 
-    `others` are operands that it does not know, where they are there.
+    `others` are operands that it does not know, where they are there. What is summed
+    over GPUs (`is_summed`) the other kernel sends itself.
     """
     d = w.shape[-1]
     if num_rows(x) > 1 or x.dtype != jnp.bfloat16 or d not in BY_LANES:
         return None
     if w.ndim == 3 or any(a is not None for a in others):
         return None
-    warps = max(1, d // 1024)
+    if is_summed and d > SUMMED:
+        return None
+    warps = BY_LANES[d]
     places = next_power_of_2(8 * warps * LANE_ROWS + 1)
     return {"ROWS": LANE_ROWS, "num_warps": warps, "PLACES": places}
+
+
+def may_be_summed(f: int, dtype: Any, residual: Any) -> bool:
+    """Whether it looks like a part that `sum_over_devices` adds up."""
+    return f <= MOST and dtype == jnp.float32 and residual is None
 
 
 @jit
@@ -319,7 +331,9 @@ def launch(
     }
     out = {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], f), dtype or x.dtype)}
     constants: dict = {"F": f, "D": d}
-    if sizes is None and (lanes := sizes_by_lanes(x, w, (norm, up, bias))):
+    is_summed = may_be_summed(f, dtype, residual)
+    lanes = sizes_by_lanes(x, w, (norm, up, bias), is_summed)
+    if sizes is None and lanes:
         kernel, sizes = lane_products_kernel, lanes
         given = {"x_ptr": x, "w_ptr": w, "residual_ptr": residual}
     else:
