@@ -15,12 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.bulk_ring import OLDEST_WITH_BULK_COPIES
 from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
-from jaxkern.gpu.device import next_power_of_2
+from jaxkern.gpu.device import compute_capability, next_power_of_2
 from jaxkern.gpu.peer_sum import MOST, send, turn_of
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
+from jaxkern.triton.quant.copied_products import copied_products_kernel, memory_of
 from jaxkern.triton.quant.lane_products import lane_products_kernel
 from jaxkern.triton.quant.packed_products import multiply_decoded
 
@@ -34,6 +36,9 @@ BY_LANES = {512: 1, 1024: 1, 2048: 2, 4096: 4, 14336: 8}
 """Columns of rows that tensor cores multiply, and the warps that share one."""
 LANE_ROWS = 2  # of a program of theirs
 SUMMED = 2048  # columns of the longest of these rows that are summed over GPUs
+BY_COPIES = {(2048, False): (4, 4), (2048, True): (2, 4)}
+"""Rows of a program and its warps where bulk copies bring them, by their columns and
+whether they are gated."""
 
 
 def refusal(x: Any, w: Any, **more: Any) -> str | None:
@@ -118,6 +123,20 @@ def sizes_by_lanes(
 def may_be_summed(f: int, dtype: Any, residual: Any) -> bool:
     """Whether it looks like a part that `sum_over_devices` adds up."""
     return f <= MOST and dtype == jnp.float32 and residual is None
+
+
+def sizes_by_copies(x: Any, w: Any, norm: Any, others: tuple) -> dict[str, int] | None:
+    """Those of `copied_products.py`, or None likewise."""
+    if compute_capability() < OLDEST_WITH_BULK_COPIES or norm is None:
+        return None
+    if num_rows(x) > 1 or (x.dtype, norm.dtype) != (jnp.bfloat16, jnp.float32):
+        return None
+    d, gated = w.shape[-1], w.ndim == 3
+    if (d, gated) not in BY_COPIES or any(a is not None for a in others):
+        return None
+    rows, warps = BY_COPIES[d, gated]
+    memory = memory_of(rows * (2 if gated else 1), warps, d)
+    return {"ROWS": rows, "num_warps": warps, "RING": memory}
 
 
 @jit
@@ -331,21 +350,21 @@ def launch(
     }
     out = {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], f), dtype or x.dtype)}
     constants: dict = {"F": f, "D": d}
-    is_summed = may_be_summed(f, dtype, residual)
-    lanes = sizes_by_lanes(x, w, (norm, up, bias), is_summed)
+    around = {"EPS": eps, "GATED": gated, "ACTIVATION": activation}
+    lanes = sizes_by_lanes(x, w, (norm, up, bias), may_be_summed(f, dtype, residual))
+    copies = sizes_by_copies(x, w, norm, (up, residual))
     if sizes is None and lanes:
         kernel, sizes = lane_products_kernel, lanes
-        given = {"x_ptr": x, "w_ptr": w, "residual_ptr": residual}
+        given = {name: given[name] for name in ("x_ptr", "w_ptr", "residual_ptr")}
+    elif sizes is None and copies:
+        kernel, sizes = copied_products_kernel, copies
+        names = "x_ptr", "norm_ptr", "w_ptr", "bias_ptr"
+        given = {name: given[name] for name in names}
+        constants |= around
     else:
         kernel, sizes = few_products_kernel, sizes or sizes_of(d, gated)
-        constants |= {
-            "M": num_rows(x),
-            "EPS": eps,
-            "GATED": gated,
-            "ACTIVATION": activation,
-            "COLUMNS": columns_at_once(d),
-            "LAYOUT": None,
-        }
+        constants |= around | {"M": num_rows(x), "LAYOUT": None}
+        constants["COLUMNS"] = columns_at_once(d)
     programs = -(-f // sizes["ROWS"])
     [y] = sparse_call(kernel, (programs,), given, out, constants | sizes)
     assert y is not None
