@@ -30,9 +30,10 @@ FEW = 4  # activations
 FEWEST = 256  # columns
 LEAST = 512  # columns that a program reads at a time, at least, where there are as many
 LARGEST = 8192
+WHOLE = 16384
 RAGGED = 1024  # columns at a time where no such power of 2 divides them
 ALIGNED = 8  # columns that a load has together
-BY_LANES = {512: 1, 1024: 1, 2048: 2, 4096: 4, 14336: 8}
+BY_LANES = {512: 1, 1024: 1, 2048: 2, 4096: 2}
 """Columns of rows that tensor cores multiply, and the warps that share one."""
 LANE_ROWS = 2  # of a program of theirs
 SUMMED = 2048  # columns of the longest of these rows that are summed over GPUs
@@ -83,21 +84,24 @@ def multiply(
     return multiply_decoded(x, flat, norm, residual, eps, up, activation)
 
 
-def columns_at_once(d: int) -> int:
+def columns_at_once(d: int, is_plain: bool) -> int:
     """The next power of 2 where an eighth at most is too much; else the largest that
-    divides d, or RAGGED. At most LARGEST."""
+    divides d, or RAGGED. At most LARGEST, of plain rows WHOLE."""
     whole = next_power_of_2(d)
-    if whole <= LARGEST and 8 * d >= 7 * whole:
+    longest = WHOLE if is_plain and d < whole else LARGEST
+    if whole <= longest and 8 * d >= 7 * whole:
         return whole
     return min(d & -d, LARGEST) if d & -d >= min(d, LEAST) else RAGGED
 
 
-def sizes_of(d: int, gated: bool) -> dict[str, int]:
-    """Rows of a program and its warps: a thread has 64 to 128 weights on their way."""
-    columns = columns_at_once(d)
-    rows = 2 if columns >= 2048 else 4
+def sizes_of(d: int, gated: bool, normalised: bool) -> dict[str, int]:
+    """Rows of a program, its columns and warps: a thread has 64 to 128 weights on their
+    way."""
+    columns = columns_at_once(d, not gated and not normalised)
+    rows = 1 if columns > LARGEST else 2 if columns >= 2048 else 4
     each = rows * (2 if gated else 1) * columns
-    return {"ROWS": rows, "num_warps": min(8, max(1, each // (32 * 64)))}
+    warps = min(8, max(1, each // (32 * 64)))
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": warps}
 
 
 def sizes_by_lanes(
@@ -362,9 +366,9 @@ def launch(
         given = {name: given[name] for name in names}
         constants |= around
     else:
-        kernel, sizes = few_products_kernel, sizes or sizes_of(d, gated)
+        kernel = few_products_kernel
+        sizes = sizes_of(d, gated, norm is not None) | (sizes or {})
         constants |= around | {"M": num_rows(x), "LAYOUT": None}
-        constants["COLUMNS"] = columns_at_once(d)
     programs = -(-f // sizes["ROWS"])
     [y] = sparse_call(kernel, (programs,), given, out, constants | sizes)
     assert y is not None
