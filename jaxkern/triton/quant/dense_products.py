@@ -4,9 +4,9 @@
     gelu stand for silu and an operand for x up^T
 
 A program has a few rows of the weights, of which it has all on their way before it
-looks at x; the norm is a factor of the sums, of which each program makes its own. Short
-rows and one activation are multiplied by `lane_products.py`, and more activations than
-a few by XLA, on whose side the tensor cores are.
+looks at x; the norm is a factor of the sums, of which each program makes its own. Rows
+of some lengths and one activation are multiplied by `lane_products.py`, and more
+activations than a few by XLA, on whose side the tensor cores are.
 """
 
 import math
@@ -15,12 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkern.gpu.bulk_ring import OLDEST_WITH_BULK_COPIES
 from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
-from jaxkern.gpu.device import next_power_of_2
-from jaxkern.gpu.peer_sum import send, turn_of
+from jaxkern.gpu.device import compute_capability, next_power_of_2
+from jaxkern.gpu.peer_sum import MOST, send, turn_of
 from jaxkern.gpu.rows import num_rows
 from jaxkern.gpu.triton_call import jit, sparse_call, tl
 from jaxkern.gpu.triton_call import unsupported as unsupported_anywhere
+from jaxkern.triton.quant.copied_products import copied_products_kernel, memory_of
 from jaxkern.triton.quant.lane_products import lane_products_kernel
 from jaxkern.triton.quant.packed_products import multiply_decoded
 
@@ -28,10 +30,16 @@ FEW = 4  # activations
 FEWEST = 256  # columns
 LEAST = 512  # columns that a program reads at a time, at least, where there are as many
 LARGEST = 8192
+WHOLE = 16384
 RAGGED = 1024  # columns at a time where no such power of 2 divides them
 ALIGNED = 8  # columns that a load has together
-BY_LANES = (512, 1024, 2048)  # columns of rows that tensor cores multiply
+BY_LANES = {512: 1, 1024: 1, 2048: 2, 4096: 2}
+"""Columns of rows that tensor cores multiply, and the warps that share one."""
 LANE_ROWS = 2  # of a program of theirs
+SUMMED = 2048  # columns of the longest of these rows that are summed over GPUs
+BY_COPIES = {(2048, False): (4, 4), (2048, True): (2, 4)}
+"""Rows of a program and its warps where bulk copies bring them, by their columns and
+whether they are gated."""
 
 
 def refusal(x: Any, w: Any, **more: Any) -> str | None:
@@ -76,36 +84,63 @@ def multiply(
     return multiply_decoded(x, flat, norm, residual, eps, up, activation)
 
 
-def columns_at_once(d: int) -> int:
+def columns_at_once(d: int, is_plain: bool) -> int:
     """The next power of 2 where an eighth at most is too much; else the largest that
-    divides d, or RAGGED. At most LARGEST."""
+    divides d, or RAGGED. At most LARGEST, of plain rows WHOLE."""
     whole = next_power_of_2(d)
-    if whole <= LARGEST and 8 * d >= 7 * whole:
+    longest = WHOLE if is_plain and d < whole else LARGEST
+    if whole <= longest and 8 * d >= 7 * whole:
         return whole
     return min(d & -d, LARGEST) if d & -d >= min(d, LEAST) else RAGGED
 
 
-def sizes_of(d: int, gated: bool) -> dict[str, int]:
-    """Rows of a program and its warps: a thread has 64 to 128 weights on their way."""
-    columns = columns_at_once(d)
-    rows = 2 if columns >= 2048 else 4
+def sizes_of(d: int, gated: bool, normalised: bool) -> dict[str, int]:
+    """Rows of a program, its columns and warps: a thread has 64 to 128 weights on their
+    way."""
+    columns = columns_at_once(d, not gated and not normalised)
+    rows = 1 if columns > LARGEST else 2 if columns >= 2048 else 4
     each = rows * (2 if gated else 1) * columns
-    return {"ROWS": rows, "num_warps": min(8, max(1, each // (32 * 64)))}
+    warps = min(8, max(1, each // (32 * 64)))
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": warps}
 
 
-def sizes_by_lanes(x: Any, w: Any, others: tuple) -> dict[str, int] | None:
+def sizes_by_lanes(
+    x: Any, w: Any, others: tuple, is_summed: bool
+) -> dict[str, int] | None:
     """Those of `lane_products.py`, or None where it does not do this, or slower.
 
-    `others` are operands that it does not know, where they are there.
+    `others` are operands that it does not know, where they are there. What is summed
+    over GPUs (`is_summed`) the other kernel sends itself.
     """
     d = w.shape[-1]
     if num_rows(x) > 1 or x.dtype != jnp.bfloat16 or d not in BY_LANES:
         return None
     if w.ndim == 3 or any(a is not None for a in others):
         return None
-    warps = max(1, d // 1024)
+    if is_summed and d > SUMMED:
+        return None
+    warps = BY_LANES[d]
     places = next_power_of_2(8 * warps * LANE_ROWS + 1)
     return {"ROWS": LANE_ROWS, "num_warps": warps, "PLACES": places}
+
+
+def may_be_summed(f: int, dtype: Any, residual: Any) -> bool:
+    """Whether it looks like a part that `sum_over_devices` adds up."""
+    return f <= MOST and dtype == jnp.float32 and residual is None
+
+
+def sizes_by_copies(x: Any, w: Any, norm: Any, others: tuple) -> dict[str, int] | None:
+    """Those of `copied_products.py`, or None likewise."""
+    if compute_capability() < OLDEST_WITH_BULK_COPIES or norm is None:
+        return None
+    if num_rows(x) > 1 or (x.dtype, norm.dtype) != (jnp.bfloat16, jnp.float32):
+        return None
+    d, gated = w.shape[-1], w.ndim == 3
+    if (d, gated) not in BY_COPIES or any(a is not None for a in others):
+        return None
+    rows, warps = BY_COPIES[d, gated]
+    memory = memory_of(rows * (2 if gated else 1), warps, d)
+    return {"ROWS": rows, "num_warps": warps, "RING": memory}
 
 
 @jit
@@ -319,19 +354,21 @@ def launch(
     }
     out = {"y_ptr": jax.ShapeDtypeStruct((*x.shape[:-1], f), dtype or x.dtype)}
     constants: dict = {"F": f, "D": d}
-    if sizes is None and (lanes := sizes_by_lanes(x, w, (norm, up, bias))):
+    around = {"EPS": eps, "GATED": gated, "ACTIVATION": activation}
+    lanes = sizes_by_lanes(x, w, (norm, up, bias), may_be_summed(f, dtype, residual))
+    copies = sizes_by_copies(x, w, norm, (up, residual))
+    if sizes is None and lanes:
         kernel, sizes = lane_products_kernel, lanes
-        given = {"x_ptr": x, "w_ptr": w, "residual_ptr": residual}
+        given = {name: given[name] for name in ("x_ptr", "w_ptr", "residual_ptr")}
+    elif sizes is None and copies:
+        kernel, sizes = copied_products_kernel, copies
+        names = "x_ptr", "norm_ptr", "w_ptr", "bias_ptr"
+        given = {name: given[name] for name in names}
+        constants |= around
     else:
-        kernel, sizes = few_products_kernel, sizes or sizes_of(d, gated)
-        constants |= {
-            "M": num_rows(x),
-            "EPS": eps,
-            "GATED": gated,
-            "ACTIVATION": activation,
-            "COLUMNS": columns_at_once(d),
-            "LAYOUT": None,
-        }
+        kernel = few_products_kernel
+        sizes = sizes_of(d, gated, norm is not None) | (sizes or {})
+        constants |= around | {"M": num_rows(x), "LAYOUT": None}
     programs = -(-f // sizes["ROWS"])
     [y] = sparse_call(kernel, (programs,), given, out, constants | sizes)
     assert y is not None

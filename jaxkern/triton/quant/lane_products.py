@@ -1,4 +1,4 @@
-"""The kernel of products of one activation and short rows of bfloat16.
+"""The kernel of products of one activation and rows of bfloat16 that warps share.
 
     y = x w^T, added to another or not, by tensor cores
 

@@ -207,6 +207,7 @@ def test_more_activations(kind, rows, dtype):
         ("Q3_K", 130, 64, 512),
         ("Q6_K", 16, 32, 14336),
         ("dense", 4, 97, 14336),
+        ("dense", 1, 97, 14336),
         ("dense", 1, 98, 2880),  # not of whole kilobytes
         ("dense", 1, 98, 7168),  # of 8192 columns at once
         ("dense", 3, 34, 904),

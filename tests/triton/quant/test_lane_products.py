@@ -1,4 +1,4 @@
-"""Short rows of bfloat16 and one activation by tensor cores, lane by lane in Python."""
+"""Rows of bfloat16 and one activation by tensor cores, lane by lane in Python."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxkern.gpu import peer_sum
 from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.device import compiling_for
 from jaxkern.triton.quant import dense_products
@@ -17,10 +18,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def launch_of(x, w, norm=None, residual=None, activation=None):
+def launch_of(x, w, norm=None, residual=None, activation=None, dtype="float32"):
     def product(x, w, norm, residual):
         around: dict = dict(norm=norm, residual=residual, activation=activation)
-        return dense_products.launch(x, w, **around, dtype=jnp.float32)
+        return dense_products.launch(x, w, **around, dtype=jnp.dtype(dtype))
 
     with compiling_for(90):
         jaxpr = jax.make_jaxpr(product)(x, w, norm, residual).jaxpr
@@ -38,8 +39,11 @@ def result_of(launch, f, **arrays):
     return held["y_ptr"]
 
 
-@pytest.mark.parametrize("d", dense_products.BY_LANES)
-@pytest.mark.parametrize("f, added", [(5, True), (4, False)])
+@pytest.mark.parametrize(
+    "f, d, added",
+    [(5, d, True) for d in dense_products.BY_LANES]
+    + [(4, d, False) for d in dense_products.BY_LANES if d <= dense_products.SUMMED],
+)
 def test_sums_are_those_of_rows(f, d, added):
     rng = np.random.default_rng(d)
     x = rng.standard_normal((1, d)).astype(ml_dtypes.bfloat16)
@@ -69,12 +73,12 @@ def test_not_a_number_stays_in_its_row():
     "x, w, more",
     [
         (spec(2, 2048), spec(64, 2048), {}),
-        (spec(1, 4096), spec(64, 4096), {}),
+        (spec(1, 8192), spec(64, 8192), {}),
         (spec(1, 2048, dtype="float32"), spec(64, 2048), {}),
-        (spec(1, 2048), spec(64, 2048), {"norm": spec(2048, dtype="float32")}),
+        (spec(1, 1024), spec(64, 1024), {"norm": spec(1024, dtype="float32")}),
         (spec(1, 2048), spec(2, 64, 2048), {}),
     ],
-    ids=["two rows", "longer", "float32", "a norm", "gated"],
+    ids=["two rows", "another length", "float32", "a norm", "gated"],
 )
 def test_others_are_multiplied_as_before(x, w, more):
     activation = "silu" if len(w.shape) == 3 else None
@@ -82,9 +86,21 @@ def test_others_are_multiplied_as_before(x, w, more):
     assert launch.name == "few_products_kernel"
 
 
-@pytest.mark.parametrize("d, capability", [(512, 80), (2048, 80), (2048, 90)])
+def test_a_part_of_a_sum_is_sent_by_the_other_kernel():
+    x, w = spec(1, 4096), spec(64, 4096)
+    assert launch_of(x, w).name == "few_products_kernel"
+    residual = spec(1, 64, dtype="float32")
+    assert launch_of(x, w, residual=residual).name == "lane_products_kernel"
+    assert launch_of(x, w, dtype="bfloat16").name == "lane_products_kernel"
+    logits = spec(peer_sum.MOST + 1, 4096)
+    assert launch_of(x, logits).name == "lane_products_kernel"
+
+
+@pytest.mark.parametrize(
+    "d, capability", [(512, 80), (2048, 80), (2048, 90), (4096, 90)]
+)
 def test_kernels_compile_and_fit(d, capability):
-    launch = launch_of(spec(1, d), spec(64, d))
+    launch = launch_of(spec(1, d), spec(64, d), dtype="bfloat16")
     with compiling_for(capability):
         assert launch.stack_bytes == 0
         assert launch.shared_bytes <= bridge.max_shared_bytes()
