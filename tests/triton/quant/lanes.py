@@ -322,6 +322,15 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return copied(args[1], args[2], int(m[1]), args[3])
     if re.search(r"cp.async.bulk[^$]*\[\$2\], \[\$3\], \$4, \[\$1\]", text):
         return copied(*args[1:])
+    if m := re.search(r"wgmma.mma_async.sync.aligned.m64n(\d+)k16", text):
+        return product_of_groups(args, int(m[1]))
+    if text.startswith("wgmma.wait_group"):
+        return tuple(args)
+    if text.startswith("barrier.cluster"):
+        return None
+    if "mapa.shared::cluster" in text and "ld.shared::cluster.f32" in text:
+        assert not raw(args[1]).any(), "the memory of another program"
+        return Tensor(from_shared(raw(args[0]), 0, 1)[0].view(np.float32))
     if "mbarrier.init" in text or "mbarrier.try_wait" in text:
         return None
     if text.startswith("cp.async.cg.shared.global [$1], [$2], 16, $3;"):
@@ -388,6 +397,8 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         o, n = (halves(np.array([int(x, 16)], np.uint32)) for x in m.groups())
         a = halves(words(args[0]))
         return paired(*(x * y + z for x, y, z in zip(a, o, n, strict=True)))
+    if m := re.search(r"%dynamic_smem_size;.* sub.u32 \$0, \$0, (\d+);", text, re.S):
+        return Tensor(np.full(raw(args[0]).shape, shared.size - int(m[1]), np.int32))
     if "global_smem" in text:
         return Tensor(np.zeros(raw(args[0]).shape, np.int32))
     if m := re.fullmatch(r"prmt.b32 \$0, \$1, (0x\w+), \$2;", text):
@@ -426,25 +437,46 @@ def constant(x: Any) -> Any:
 
 
 class Slabs:
-    """Shared memory of a dtype, of which parts are written by copies."""
+    """Matrices of rows of 128 bytes in shared memory, swizzled as wgmma takes them.
 
-    def __init__(self, data: np.ndarray):
-        self.data, self.shape = data, list(data.shape)
+    `places` has the address of each element. The first matrix is at address 0.
+    """
+
+    def __init__(self, places: np.ndarray, dtype: DType):
+        self.places, self.dtype, self.shape = places, dtype, list(places.shape)
 
     def index(self, i: Any) -> "Slabs":
-        return Slabs(self.data[int(raw(i))])
+        return Slabs(self.places[int(raw(i))], self.dtype)
 
     def permute(self, axes: list[int]) -> "Slabs":
-        return Slabs(self.data.transpose(axes))
+        return Slabs(self.places.transpose(axes), self.dtype)
+
+    @property
+    def data(self) -> np.ndarray:
+        where = self.places[..., None] + np.arange(2)
+        return shared[where].view(self.dtype.numpy)[..., 0]
+
+    def store(self, x: Tensor) -> None:
+        where = self.places[..., None] + np.arange(2)
+        shared[where] = x.data.astype(self.dtype.numpy)[..., None].view(np.uint8)
+
+
+def places_of_slab(first: Any, rows: int) -> np.ndarray:
+    """Addresses of two bytes each, `[rows, 64]`."""
+    row, column = np.arange(rows)[:, None], np.arange(64)
+    inside = (2 * column) ^ (row % 8 * 16)
+    return np.asarray(first)[..., None, None] + row * 128 + inside
 
 
 def slabs_of(dtype: DType, shape: list[int], layout: Any) -> Slabs:
     del layout
-    return Slabs(np.full(shape, np.nan, dtype.numpy))
+    count, rows, columns = shape
+    assert columns == 64 and rows % 8 == 0
+    return Slabs(places_of_slab(np.arange(count) * (rows * 128), rows), dtype)
 
 
 def slab_copied(slab: Slabs, at: Tensor, mask: Any) -> None:
-    slab.data[...] = load(at, mask).data
+    slab.store(load(at, mask))
 
 
 def product_of_warps(a: Tensor, b: Slabs, sums: Tensor, is_async: bool) -> Tensor:
@@ -452,6 +484,25 @@ def product_of_warps(a: Tensor, b: Slabs, sums: Tensor, is_async: bool) -> Tenso
     del is_async
     wide = a.data.astype(np.float64) @ b.data.astype(np.float64)
     return Tensor((wide + sums.data).astype(np.float32))
+
+
+def product_of_groups(args: list, activations: int) -> tuple[Tensor, ...]:
+    """Four wgmma: words of four fragments, a descriptor of activations, the sums."""
+    words_, described, sums = args[:16], raw(args[16]), args[17:]
+    first = int(described.flat[0])
+    assert (described == first).all() and first >> 16 == (8 << 16) + activations
+    where = ((first & 0x3FFF) << 4) + np.arange(128 * activations)
+    x = shared[where].view(ml_dtypes.bfloat16).reshape(8, activations, 8)
+    x = x.transpose(1, 0, 2).reshape(activations, 64)
+    pairs = np.stack([np.stack(halves(words(w)), -1) for w in words_])
+    # [fragment, half, row, warp, g, c, 2] -> [warp, row, g, fragment, half, c, 2]
+    pairs = pairs.reshape(4, 2, 2, *pairs.shape[1:]).transpose(3, 2, 4, 0, 1, 5, 6)
+    w = pairs.reshape(-1, 64).astype(np.float64)
+    found = (w @ x.astype(np.float64).T).reshape(len(pairs), 2, 8, -1, 4, 2)
+    return tuple(
+        Tensor((raw(s) + found[:, i // 2 % 2, :, i // 4, :, i % 2]).astype(np.float32))
+        for i, s in enumerate(sums)
+    )
 
 
 class Gluon(SimpleNamespace):
@@ -527,6 +578,7 @@ def modules(gl: Gluon) -> Any:
         async_copy=SimpleNamespace(
             commit_group=lambda: None, wait_group=lambda others: None
         ),
+        fence_async_shared=lambda: None,
         warpgroup_mma=product_of_warps,
         warpgroup_mma_wait=lambda others, deps: deps,
     )
