@@ -50,18 +50,40 @@ def bytes_of_bars():
 
 
 @constexpr_function
-def bytes_of_memory(FORMAT, N, WARPS, X_DEPTH, W_DEPTH):
+def bytes_of_memory(FORMAT, N, WARPS, GROUPS, X_DEPTH, W_DEPTH):
     """Of a program: bars, activations, and of each warp a ring of weights.
 
     The sums lie where the activations were.
     """
-    x = max(512 * N * X_DEPTH, N * pitch_of_sums(WARPS))
-    return BARS + x + WARPS * W_DEPTH * (bytes_of_step(FORMAT) + 8)
+    rings = WARPS * W_DEPTH * (bytes_of_step(FORMAT) + 8)
+    return place_of_rings(N, WARPS, GROUPS, X_DEPTH) + rings
 
 
 @constexpr_function
-def place_of_rings(N, WARPS, X_DEPTH):
-    return BARS + max(512 * N * X_DEPTH, N * pitch_of_sums(WARPS))
+def place_of_rings(N, WARPS, GROUPS, X_DEPTH):
+    sums = GROUPS * N * pitch_of_sums(WARPS // GROUPS)
+    return BARS + max(512 * N * X_DEPTH * GROUPS, sums)
+
+
+@constexpr_function
+def group_barrier_text(THREADS):
+    return f"bar.sync $1, {THREADS}; mov.b32 $0, $1;"
+
+
+@gluon_jit
+def barrier_of_group(group, GROUPS: gl.constexpr):
+    """Returns when all warps of the group are here."""
+    if GROUPS == 1:
+        barrier()
+    else:
+        gl.inline_asm_elementwise(
+            group_barrier_text(32 * gl.num_warps() // GROUPS),
+            "=r,r",
+            [group + 1],
+            gl.int32,
+            False,
+            1,
+        )
 
 
 @constexpr_function
@@ -82,6 +104,8 @@ def staged_activations_kernel(
     COLUMNS: gl.constexpr,
     BLOCKS: gl.constexpr,
     STEPS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    DRAIN: gl.constexpr,
     X_DEPTH: gl.constexpr,
     W_DEPTH: gl.constexpr,
     RING: gl.constexpr,
@@ -100,50 +124,55 @@ def staged_activations_kernel(
     X_BYTES: gl.constexpr = 512 * COLUMNS
     warp, g, c = places_of_lanes(WARPS)
     leads = (g + c == 0).to(gl.int32)
-    first_of_all = (warp + g + c == 0).to(gl.int32)
+    WIDTH: gl.constexpr = WARPS // GROUPS
+    group = warp // WIDTH
+    first_of_all = leads * (warp % WIDTH == 0).to(gl.int32)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     use_shared(gl.allocate_shared_memory(gl.int32, [1, 32], LINE))
-    first_tile = gl.program_id(0) // BLOCKS * WARPS
+    first_tile = gl.program_id(0) // BLOCKS * WIDTH
     block = gl.program_id(0) % BLOCKS
-    tile = gl.minimum(first_tile + warp, TILES - 1)
+    tile = gl.minimum(first_tile + warp % WIDTH, TILES - 1)
     first = gl.program_id(1) * STEPS
-    count = gl.minimum(STEPS, K // 256 - first)
+    count = gl.minimum(STEPS, K // 256 - first) // GROUPS
     own = own_memory(leads, RING)
-    x_bars = own + 0 * warp
-    x_places = own + bytes_of_bars()
-    RINGS: gl.constexpr = place_of_rings(COLUMNS, WARPS, X_DEPTH)
+    x_bars = own + group * (8 * X_DEPTH)
+    x_places = own + bytes_of_bars() + group * (X_BYTES * X_DEPTH)
+    RINGS: gl.constexpr = place_of_rings(COLUMNS, WARPS, GROUPS, X_DEPTH)
     bars = own + RINGS + warp * (8 * W_DEPTH)
     places = own + (RINGS + WARPS * W_DEPTH * 8) + warp * (W_DEPTH * BYTES)
     tiles_at = tiles_ptr.to(gl.int64)
-    source = tiles_at + (tile.to(gl.int64) * (K // 256) + first) * BYTES
-    x_source = x_ptr.to(gl.int64) + (block * (K // 256) + first) * X_BYTES + 0 * source
+    source = tiles_at + (tile.to(gl.int64) * (K // 256) + first + group) * BYTES
+    x_source = x_ptr.to(gl.int64) + (block * (K // 256) + first + group) * X_BYTES
+    NEXT: gl.constexpr = GROUPS * BYTES
+    X_NEXT: gl.constexpr = GROUPS * X_BYTES
     begin_ring(x_bars, first_of_all, X_DEPTH)
     begin_ring(bars, leads, W_DEPTH)
     for i in gl.static_range(W_DEPTH):
         asks = leads * (i < count).to(gl.int32)
-        ask(bars + 8 * i, places + BYTES * i, source + BYTES * i, BYTES, asks)
+        ask(bars + 8 * i, places + BYTES * i, source + NEXT * i, BYTES, asks)
     if AHEAD == 2:
         wait_for_those_ahead()
     for i in gl.static_range(X_DEPTH):
         asks = first_of_all * (i < count).to(gl.int32)
         at = x_places + X_BYTES * i
-        ask(x_bars + 8 * i, at, x_source + X_BYTES * i, X_BYTES, asks)
+        ask(x_bars + 8 * i, at, x_source + X_NEXT * i, X_BYTES, asks)
     nothing = (source >> 60).to(gl.int32) + c * 0  # of an address
     totals, before = nothing_yet(nothing, COLUMNS)
+    BACK: gl.constexpr = 1 if DRAIN else 2
     # never none: else the assembler has the sums come from two places, and does not overlap
     for i in range(gl.maximum(count, 1)):
         # no warp has more than the last product of the step before; all bars are ready
-        barrier()
-        # what all have read: weights of the step before, x of the one before that
+        barrier_of_group(group, GROUPS)
+        # what all have read: weights of the step before, x of that or the one before
         later = i - 1 + W_DEPTH
         asks = leads * ((i > 0) & (later < count)).to(gl.int32)
         to = (i + W_DEPTH - 1) % W_DEPTH
-        ask(bars + 8 * to, places + BYTES * to, source + later * BYTES, BYTES, asks)
-        later = i - 2 + X_DEPTH
-        asks = first_of_all * ((i > 1) & (later < count)).to(gl.int32)
-        to = (i + X_DEPTH - 2) % X_DEPTH
+        ask(bars + 8 * to, places + BYTES * to, source + later * NEXT, BYTES, asks)
+        later = i - BACK + X_DEPTH
+        asks = first_of_all * ((i >= BACK) & (later < count)).to(gl.int32)
+        to = (i + X_DEPTH - BACK) % X_DEPTH
         at = x_places + X_BYTES * to
-        ask(x_bars + 8 * to, at, x_source + later * X_BYTES, X_BYTES, asks)
+        ask(x_bars + 8 * to, at, x_source + later * X_NEXT, X_BYTES, asks)
         place = i % W_DEPTH
         has_come(bars + 8 * place, i // W_DEPTH % 2 + 0 * c)
         words = read_shared(places + BYTES * place, g, c, 1, FORMAT)
@@ -155,19 +184,25 @@ def staged_activations_kernel(
             totals = multiplied(w, slab + q * (8 * COLUMNS), totals, COLUMNS)
             totals, before = awaited(totals, before, 1, COLUMNS)
             before = w
+        if DRAIN:
+            totals, before = awaited(totals, before, 0, COLUMNS)
     totals, before = awaited(totals, before, 0, COLUMNS)
     barrier()  # all have done with the activations
-    put_totals(totals, x_places, warp, g, c, COLUMNS)
+    SUMS: gl.constexpr = COLUMNS * pitch_of_sums(WIDTH)
+    sums_at = own + bytes_of_bars() + group * SUMS
+    put_totals(totals, sums_at, warp % WIDTH, g, c, COLUMNS, WIDTH)
     barrier()
-    SIZE: gl.constexpr = power_above(16 * WARPS * COLUMNS)
+    SIZE: gl.constexpr = power_above(16 * WIDTH * COLUMNS)
     FLAT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     flat = gl.arange(0, SIZE, FLAT)
-    row = flat // (16 * WARPS)
-    weight = flat % (16 * WARPS)
+    row = flat // (16 * WIDTH)
+    weight = flat % (16 * WIDTH)
     inside = row < gl.minimum(COLUMNS, ROWS - block * COLUMNS)
-    place = gl.where(inside, row * pitch_of_sums(WARPS) + 4 * weight, 0)
+    place = gl.where(inside, row * pitch_of_sums(WIDTH) + 4 * weight, 0)
     place = place + own_memory(flat, RING) + bytes_of_bars()
     y = shared_word(place, 0).to(gl.float32, bitcast=True)
+    for other in gl.static_range(1, GROUPS):
+        y += shared_word(place, other * SUMS).to(gl.float32, bitcast=True)
     column = first_tile * 16 + weight
     row += gl.program_id(1) * ROWS + block * COLUMNS
     there = inside & (column < 16 * TILES)

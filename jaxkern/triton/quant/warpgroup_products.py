@@ -186,9 +186,9 @@ def pitch_of_sums(WARPS):
 
 
 @gluon_jit
-def put_totals(totals, memory, warp, g, c, N: gl.constexpr):
+def put_totals(totals, memory, warp, g, c, N: gl.constexpr, WARPS: gl.constexpr):
     """The sums to shared memory, `[activations, weights]` of a pitch."""
-    PITCH: gl.constexpr = pitch_of_sums(gl.num_warps())
+    PITCH: gl.constexpr = pitch_of_sums(WARPS)
     at = memory + warp * 64 + g * 8 + c * (2 * PITCH)
     all = 1 + 0 * c
     for e in gl.static_range(N // 8):

@@ -326,7 +326,7 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return product_of_groups(args, int(m[1]))
     if text.startswith("wgmma.wait_group"):
         return tuple(args)
-    if text.startswith("barrier.cluster"):
+    if text.startswith(("barrier.cluster", "bar.sync")):
         return None
     if "mapa.shared::cluster" in text and "ld.shared::cluster.f32" in text:
         assert not raw(args[1]).any(), "the memory of another program"
@@ -489,16 +489,18 @@ def product_of_warps(a: Tensor, b: Slabs, sums: Tensor, is_async: bool) -> Tenso
 def product_of_groups(args: list, activations: int) -> tuple[Tensor, ...]:
     """Four wgmma: words of four fragments, a descriptor of activations, the sums."""
     words_, described, sums = args[:16], raw(args[16]), args[17:]
-    first = int(described.flat[0])
-    assert (described == first).all() and first >> 16 == (8 << 16) + activations
-    where = ((first & 0x3FFF) << 4) + np.arange(128 * activations)
-    x = shared[where].view(ml_dtypes.bfloat16).reshape(8, activations, 8)
-    x = x.transpose(1, 0, 2).reshape(activations, 64)
+    of_warps = described.reshape(len(described), -1)
+    first = of_warps[:, 0]
+    assert (of_warps == first[:, None]).all(), "a descriptor of each lane"
+    assert (first >> 16 == (8 << 16) + activations).all()
+    where = ((first & 0x3FFF) << 4)[:, None] + np.arange(128 * activations)
+    x = shared[where].view(ml_dtypes.bfloat16).reshape(-1, 8, activations, 8)
+    x = x.transpose(0, 2, 1, 3).reshape(-1, activations, 64).astype(np.float64)
     pairs = np.stack([np.stack(halves(words(w)), -1) for w in words_])
     # [fragment, half, row, warp, g, c, 2] -> [warp, row, g, fragment, half, c, 2]
     pairs = pairs.reshape(4, 2, 2, *pairs.shape[1:]).transpose(3, 2, 4, 0, 1, 5, 6)
-    w = pairs.reshape(-1, 64).astype(np.float64)
-    found = (w @ x.astype(np.float64).T).reshape(len(pairs), 2, 8, -1, 4, 2)
+    w = pairs.reshape(len(pairs), 16, 64).astype(np.float64)
+    found = (w @ x.swapaxes(1, 2)).reshape(len(pairs), 2, 8, -1, 4, 2)
     return tuple(
         Tensor((raw(s) + found[:, i // 2 % 2, :, i // 4, :, i % 2]).astype(np.float32))
         for i, s in enumerate(sums)
