@@ -92,6 +92,22 @@ def power_above(N):
 
 
 @gluon_jit
+def ask_for_all(
+    rings,
+    asks,
+    count,
+    BYTES: gl.constexpr,
+    NEXT: gl.constexpr,
+    DEPTH: gl.constexpr,
+):
+    """Asks for the first DEPTH steps of `count`, NEXT bytes apart."""
+    bars, places, source = rings
+    for i in gl.static_range(DEPTH):
+        some = asks * (i < count).to(gl.int32)
+        ask(bars + 8 * i, places + BYTES * i, source + NEXT * i, BYTES, some)
+
+
+@gluon_jit
 def staged_activations_kernel(
     x_ptr,
     tiles_ptr,
@@ -147,15 +163,15 @@ def staged_activations_kernel(
     X_NEXT: gl.constexpr = GROUPS * X_BYTES
     begin_ring(x_bars, first_of_all, X_DEPTH)
     begin_ring(bars, leads, W_DEPTH)
-    for i in gl.static_range(W_DEPTH):
-        asks = leads * (i < count).to(gl.int32)
-        ask(bars + 8 * i, places + BYTES * i, source + NEXT * i, BYTES, asks)
+    rings = (bars, places, source)
     if AHEAD == 2:
+        ask_for_all(rings, leads, count, BYTES, NEXT, W_DEPTH)
         wait_for_those_ahead()
-    for i in gl.static_range(X_DEPTH):
-        asks = first_of_all * (i < count).to(gl.int32)
-        at = x_places + X_BYTES * i
-        ask(x_bars + 8 * i, at, x_source + X_NEXT * i, X_BYTES, asks)
+    # before the weights, behind which they would queue
+    x_rings = (x_bars, x_places, x_source)
+    ask_for_all(x_rings, first_of_all, count, X_BYTES, X_NEXT, X_DEPTH)
+    if AHEAD != 2:
+        ask_for_all(rings, leads, count, BYTES, NEXT, W_DEPTH)
     nothing = (source >> 60).to(gl.int32) + c * 0  # of an address
     totals, before = nothing_yet(nothing, COLUMNS)
     BACK: gl.constexpr = 1 if DRAIN else 2
