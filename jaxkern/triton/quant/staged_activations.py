@@ -1,12 +1,15 @@
-"""The kernel of products of packed rows with many activations, for Hopper.
+"""The kernel of products of packed rows with up to 64 activations, for Hopper.
 
     y = x w^T
 
-A program has a tile of 16 rows for each of its warps, and up to 128 activations. Both
-weights and activations come by bulk copies, several steps of 256 columns ahead: what
-comes from the L2 cache queues behind what comes from memory, so neither can be asked for
-later than the other. Weights are decoded in registers and are the left operand of the
-matrix units, see `warpgroup_products.py`.
+Both weights and activations come by bulk copies, steps of 256 columns ahead: what
+comes from the L2 cache queues behind what comes from memory, so neither can be asked
+for later than the other. Weights are decoded in registers and are the left operand of
+the matrix units, see `warpgroup_products.py`.
+
+The warps of a program are GROUPS, each of which takes steps of its own and has a tile
+of 16 rows for each of its warps: so a program adds up the columns of few rows by
+itself. Only the warps of a group wait for each other, once a step.
 
 A weight is scale * (code - zero) + offset. The scale is a sum of two bfloat16, so that
 only the offset and the result are rounded; of MXFP4, and where a bfloat16 is the scale,
@@ -121,7 +124,6 @@ def staged_activations_kernel(
     BLOCKS: gl.constexpr,
     STEPS: gl.constexpr,
     GROUPS: gl.constexpr,
-    DRAIN: gl.constexpr,
     X_DEPTH: gl.constexpr,
     W_DEPTH: gl.constexpr,
     RING: gl.constexpr,
@@ -129,9 +131,11 @@ def staged_activations_kernel(
 ):
     """x `[BLOCKS, K / 8, COLUMNS, 8]` bfloat16, tiles_ptr `[TILES, 16 row_bytes]`.
 
-    x is in the order of `in_order_of_steps`. A program has a tile of each warp and one of
-    BLOCKS of COLUMNS activations. Where the second axis has several programs, each has
-    STEPS steps of the columns. y is `[programs, ROWS, 16 TILES]`, the sums of each.
+    x is in the order of `in_order_of_steps`. A program has a tile of each warp of a
+    group and one of BLOCKS of COLUMNS activations. Where the second axis has several
+    programs, each has STEPS steps of the columns, which GROUPS divides, and y is
+    `[programs, ROWS, 16 TILES]`, the sums of each. X_DEPTH steps of activations have
+    memory, 2 or more, of one group 3 or more, and W_DEPTH of weights, 2 or more.
     """
     if AHEAD:
         begin_early(AHEAD == 2)
@@ -142,7 +146,7 @@ def staged_activations_kernel(
     leads = (g + c == 0).to(gl.int32)
     WIDTH: gl.constexpr = WARPS // GROUPS
     group = warp // WIDTH
-    first_of_all = leads * (warp % WIDTH == 0).to(gl.int32)
+    first_of_group = leads * (warp % WIDTH == 0).to(gl.int32)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     use_shared(gl.allocate_shared_memory(gl.int32, [1, 32], LINE))
     first_tile = gl.program_id(0) // BLOCKS * WIDTH
@@ -161,7 +165,7 @@ def staged_activations_kernel(
     x_source = x_ptr.to(gl.int64) + (block * (K // 256) + first + group) * X_BYTES
     NEXT: gl.constexpr = GROUPS * BYTES
     X_NEXT: gl.constexpr = GROUPS * X_BYTES
-    begin_ring(x_bars, first_of_all, X_DEPTH)
+    begin_ring(x_bars, first_of_group, X_DEPTH)
     begin_ring(bars, leads, W_DEPTH)
     rings = (bars, places, source)
     if AHEAD == 2:
@@ -169,15 +173,16 @@ def staged_activations_kernel(
         wait_for_those_ahead()
     # before the weights, behind which they would queue
     x_rings = (x_bars, x_places, x_source)
-    ask_for_all(x_rings, first_of_all, count, X_BYTES, X_NEXT, X_DEPTH)
+    ask_for_all(x_rings, first_of_group, count, X_BYTES, X_NEXT, X_DEPTH)
     if AHEAD != 2:
         ask_for_all(rings, leads, count, BYTES, NEXT, W_DEPTH)
     nothing = (source >> 60).to(gl.int32) + c * 0  # of an address
     totals, before = nothing_yet(nothing, COLUMNS)
-    BACK: gl.constexpr = 1 if DRAIN else 2
-    # never none: else the assembler has the sums come from two places, and does not overlap
+    # a group awaits its products of a step while others have theirs
+    BACK: gl.constexpr = 1 if GROUPS > 1 else 2
+    # never none: sums that came from two places would be awaited at every product
     for i in range(gl.maximum(count, 1)):
-        # no warp has more than the last product of the step before; all bars are ready
+        # no warp has more than the last product of the step before
         barrier_of_group(group, GROUPS)
         # what all have read: weights of the step before, x of that or the one before
         later = i - 1 + W_DEPTH
@@ -185,13 +190,13 @@ def staged_activations_kernel(
         to = (i + W_DEPTH - 1) % W_DEPTH
         ask(bars + 8 * to, places + BYTES * to, source + later * NEXT, BYTES, asks)
         later = i - BACK + X_DEPTH
-        asks = first_of_all * ((i >= BACK) & (later < count)).to(gl.int32)
+        asks = first_of_group * ((i >= BACK) & (later < count)).to(gl.int32)
         to = (i + X_DEPTH - BACK) % X_DEPTH
         at = x_places + X_BYTES * to
         ask(x_bars + 8 * to, at, x_source + later * X_NEXT, X_BYTES, asks)
         place = i % W_DEPTH
         has_come(bars + 8 * place, i // W_DEPTH % 2 + 0 * c)
-        words = read_shared(places + BYTES * place, g, c, 1, FORMAT)
+        words = read_shared(places + BYTES * place, g, c, FORMAT)
         place = i % X_DEPTH
         has_come(x_bars + 8 * place, i // X_DEPTH % 2 + 0 * c)
         slab = described(x_places + X_BYTES * place, COLUMNS)
@@ -200,7 +205,7 @@ def staged_activations_kernel(
             totals = multiplied(w, slab + q * (8 * COLUMNS), totals, COLUMNS)
             totals, before = awaited(totals, before, 1, COLUMNS)
             before = w
-        if DRAIN:
+        if GROUPS > 1:
             totals, before = awaited(totals, before, 0, COLUMNS)
     totals, before = awaited(totals, before, 0, COLUMNS)
     barrier()  # all have done with the activations

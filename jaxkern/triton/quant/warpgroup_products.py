@@ -1,18 +1,19 @@
 """Products of decoded weights by the matrix units of Hopper, one statement each.
 
-Weights are the left operand, from registers: what a lane unpacks of 16 rows of a tile is
-what m64nNk16 expects of it, but for the order of the columns, in which activations are to
-stand in shared memory. Triton's own operation has a barrier of the whole program behind
-each wait; here warps wait for their own products alone:
+Weights are the left operand, from registers: what a lane unpacks of 16 rows of a tile
+is what m64nNk16 expects of it, but for the order of the columns, in which activations
+are to stand in shared memory. Triton's own operation has a barrier of the whole program
+behind each wait, and one right operand for all warps; here warps wait for their own
+products alone, and groups of four may have other activations:
 
     w = weights_of_columns(words, ...)      # of 64 columns
-    totals = multiplied(w, slab, totals, N)
+    totals = multiplied(w, x, totals, N)
     totals, before = awaited(totals, before, 1, N)
     before = w
 
-All are of `[warps, 8, 4]`, one number in every lane. The sums of N activations are N / 2:
-of activations 8 e + 2 c and the next, number 4 e and 4 e + 1 are of row 2 g of the warp's
-tile and the next two of row 2 g + 1.
+All are of `[warps, 8, 4]`, one number in every lane. The sums of N activations are
+N / 2: of activations 8 e + 2 c and the next, numbers 4 e and 4 e + 1 are of row 2 g of
+the warp's tile, the next two of row 2 g + 1.
 """
 
 from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
@@ -101,12 +102,13 @@ def nothing_yet(nothing, N: gl.constexpr):
 
 
 @gluon_jit
-def multiplied(w, slab, totals, N: gl.constexpr):
+def multiplied(w, x, totals, N: gl.constexpr):
     """Begins totals + the products of 64 columns of weights and of a descriptor's."""
+    right = (x,)
     return gl.inline_asm_elementwise(
         product_text(N),
         product_constraints(N),
-        w + (slab,) + totals,
+        w + right + totals,
         types_of(N // 2, 0),
         False,
         1,
@@ -115,7 +117,7 @@ def multiplied(w, slab, totals, N: gl.constexpr):
 
 @gluon_jit
 def awaited(totals, before, LATER: gl.constexpr, N: gl.constexpr):
-    """Both, when all products but the LATER last are done: words are in use till then."""
+    """Both, when all products but the LATER last are done, which use words till then."""
     found = gl.inline_asm_elementwise(
         wait_text(LATER),
         wait_constraints(N),
