@@ -12,8 +12,7 @@ of 16 rows for each of its warps: so a program adds up the columns of few rows b
 itself. Only the warps of a group wait for each other, once a step.
 
 A weight is scale * (code - zero) + offset. The scale is a sum of two bfloat16, so that
-only the offset and the result are rounded; of MXFP4, and where a bfloat16 is the scale,
-one is exact.
+only the offset and the result are rounded; where a bfloat16 is the scale, one is exact.
 """
 
 from jaxkern.gpu.bulk_ring import (

@@ -20,9 +20,6 @@ from jaxkern.gpu.triton_call import constexpr_function, gl, gluon_jit
 from jaxkern.triton.quant.block_codes import (
     codes_of,
     fragments_of_scale,
-    has_offsets,
-    is_power_of_two,
-    is_signed,
     middle_of,
     scales_of,
 )
@@ -30,7 +27,6 @@ from jaxkern.triton.quant.four_bit_codes import is_bfloat16, is_grouped
 from jaxkern.triton.quant.fragments import (
     as_pair,
     fma_of_pairs,
-    signed_codes,
     twice,
     unsigned_codes,
 )
@@ -117,7 +113,7 @@ def multiplied(w, x, totals, N: gl.constexpr):
 
 @gluon_jit
 def awaited(totals, before, LATER: gl.constexpr, N: gl.constexpr):
-    """Both, when all products but the LATER last are done, which use words till then."""
+    """Both, when all products but the LATER last are done: they use words till then."""
     found = gl.inline_asm_elementwise(
         wait_text(LATER),
         wait_constraints(N),
@@ -131,8 +127,8 @@ def awaited(totals, before, LATER: gl.constexpr, N: gl.constexpr):
 
 @constexpr_function
 def has_short_scales(FORMAT):
-    """Whether a scale is one bfloat16, or a power of two."""
-    return is_power_of_two(FORMAT) or (is_grouped(FORMAT) and is_bfloat16(FORMAT))
+    """Whether a scale is one bfloat16."""
+    return is_grouped(FORMAT) and is_bfloat16(FORMAT)
 
 
 @gluon_jit
@@ -143,41 +139,37 @@ def factors_of(words, J: gl.constexpr, FORMAT: gl.constexpr):
     for i in gl.static_range(2):
         high = as_pair(scales[i], scales[i])
         rest = scales[i] - low_float(high)
-        if has_offsets(FORMAT):
-            offset = gl.fma(scales[i], 1.0 * middle_of(FORMAT), scales[2 + i])
-            rows += ((high, as_pair(rest, rest), as_pair(offset, offset)),)
-        else:
-            rows += ((high, as_pair(rest, rest), high * 0),)
+        offset = gl.fma(scales[i], 1.0 * middle_of(FORMAT), scales[2 + i])
+        rows += ((high, as_pair(rest, rest), as_pair(offset, offset)),)
     return rows
 
 
 @gluon_jit
 def weights_of_pair(pair, row, nothing, FORMAT: gl.constexpr):
-    """Two codes as bfloat16 to two weights."""
-    if not is_signed(FORMAT):
-        less = nothing + twice(-128 - middle_of(FORMAT))
-        pair = fma_of_pairs(pair, nothing + 0x3F803F80, less)
+    """Two codes, 128 more than they are, to two weights."""
+    less = nothing + twice(-128 - middle_of(FORMAT))
+    code = fma_of_pairs(pair, nothing + 0x3F803F80, less)
     high, low, offset = row
     if not has_short_scales(FORMAT):
-        offset = fma_of_pairs(pair, low, offset)
-    return fma_of_pairs(pair, high, offset)
+        offset = fma_of_pairs(code, low, offset)
+    return fma_of_pairs(code, high, offset)
 
 
 @gluon_jit
 def weights_of_columns(words, c, nothing, Q: gl.constexpr, FORMAT: gl.constexpr):
-    """Quarter Q of a step, 64 columns: of each fragment four words."""
+    """Quarter Q of a step, 64 columns: of each fragment four words.
+
+    Of formats with unsigned codes and offsets.
+    """
     GROUP: gl.constexpr = fragments_of_scale(FORMAT)
     magic = nothing + 0x43434343
     found = ()
     for f in gl.static_range(4):
         rows = factors_of(words, (4 * Q + f) // GROUP, FORMAT)
         first, second = codes_of(words, c, nothing, 4 * Q + f, FORMAT)
-        if is_signed(FORMAT):
-            a = signed_codes(first, second, magic, nothing + -0x407F4080)
-        else:
-            a = unsigned_codes(first, second, magic)
+        pairs = unsigned_codes(first, second, magic)
         for i in gl.static_range(4):
-            found += (weights_of_pair(a[i], rows[i % 2], nothing, FORMAT),)
+            found += (weights_of_pair(pairs[i], rows[i % 2], nothing, FORMAT),)
     return found
 
 
