@@ -110,8 +110,10 @@ def product(
     dtype: Any = jnp.float32,
 ) -> jax.Array:
     """`[rows, 16 u]` of bfloat16 x `[rows, k]` and tiles `[u, bytes]`."""
-    sums = staged_sums if isinstance(sizes, Stages) else unstaged_sums
-    y = sums(x, tiles, qtype, sizes, residual, dtype)
+    if isinstance(sizes, Stages):
+        y = staged_sums(x, tiles, qtype, sizes, residual, dtype)
+    else:
+        y = unstaged_sums(x, tiles, qtype, sizes, residual, dtype)
     if len(y) == 1:
         return y[0]
     total = y.sum(0)

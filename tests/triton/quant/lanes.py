@@ -326,11 +326,8 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return product_of_groups(args, int(m[1]))
     if text.startswith("wgmma.wait_group"):
         return tuple(args)
-    if text.startswith(("barrier.cluster", "bar.sync")):
+    if text.startswith("bar.sync"):
         return None
-    if "mapa.shared::cluster" in text and "ld.shared::cluster.f32" in text:
-        assert not raw(args[1]).any(), "the memory of another program"
-        return Tensor(from_shared(raw(args[0]), 0, 1)[0].view(np.float32))
     if "mbarrier.init" in text or "mbarrier.try_wait" in text:
         return None
     if text.startswith("cp.async.cg.shared.global [$1], [$2], 16, $3;"):
@@ -397,8 +394,6 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         o, n = (halves(np.array([int(x, 16)], np.uint32)) for x in m.groups())
         a = halves(words(args[0]))
         return paired(*(x * y + z for x, y, z in zip(a, o, n, strict=True)))
-    if m := re.search(r"%dynamic_smem_size;.* sub.u32 \$0, \$0, (\d+);", text, re.S):
-        return Tensor(np.full(raw(args[0]).shape, shared.size - int(m[1]), np.int32))
     if "global_smem" in text:
         return Tensor(np.zeros(raw(args[0]).shape, np.int32))
     if m := re.fullmatch(r"prmt.b32 \$0, \$1, (0x\w+), \$2;", text):
@@ -437,46 +432,25 @@ def constant(x: Any) -> Any:
 
 
 class Slabs:
-    """Matrices of rows of 128 bytes in shared memory, swizzled as wgmma takes them.
+    """Shared memory of a dtype, of which parts are written by copies."""
 
-    `places` has the address of each element. The first matrix is at address 0.
-    """
-
-    def __init__(self, places: np.ndarray, dtype: DType):
-        self.places, self.dtype, self.shape = places, dtype, list(places.shape)
+    def __init__(self, data: np.ndarray):
+        self.data, self.shape = data, list(data.shape)
 
     def index(self, i: Any) -> "Slabs":
-        return Slabs(self.places[int(raw(i))], self.dtype)
+        return Slabs(self.data[int(raw(i))])
 
     def permute(self, axes: list[int]) -> "Slabs":
-        return Slabs(self.places.transpose(axes), self.dtype)
-
-    @property
-    def data(self) -> np.ndarray:
-        where = self.places[..., None] + np.arange(2)
-        return shared[where].view(self.dtype.numpy)[..., 0]
-
-    def store(self, x: Tensor) -> None:
-        where = self.places[..., None] + np.arange(2)
-        shared[where] = x.data.astype(self.dtype.numpy)[..., None].view(np.uint8)
-
-
-def places_of_slab(first: Any, rows: int) -> np.ndarray:
-    """Addresses of two bytes each, `[rows, 64]`."""
-    row, column = np.arange(rows)[:, None], np.arange(64)
-    inside = (2 * column) ^ (row % 8 * 16)
-    return np.asarray(first)[..., None, None] + row * 128 + inside
+        return Slabs(self.data.transpose(axes))
 
 
 def slabs_of(dtype: DType, shape: list[int], layout: Any) -> Slabs:
     del layout
-    count, rows, columns = shape
-    assert columns == 64 and rows % 8 == 0
-    return Slabs(places_of_slab(np.arange(count) * (rows * 128), rows), dtype)
+    return Slabs(np.full(shape, np.nan, dtype.numpy))
 
 
 def slab_copied(slab: Slabs, at: Tensor, mask: Any) -> None:
-    slab.store(load(at, mask))
+    slab.data[...] = load(at, mask).data
 
 
 def product_of_warps(a: Tensor, b: Slabs, sums: Tensor, is_async: bool) -> Tensor:
@@ -580,7 +554,6 @@ def modules(gl: Gluon) -> Any:
         async_copy=SimpleNamespace(
             commit_group=lambda: None, wait_group=lambda others: None
         ),
-        fence_async_shared=lambda: None,
         warpgroup_mma=product_of_warps,
         warpgroup_mma_wait=lambda others, deps: deps,
     )

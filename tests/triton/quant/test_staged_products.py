@@ -57,7 +57,9 @@ def test_lanes_give_the_product(qtype, k, rows, units, stages):
     for place in np.ndindex(*launch.grid):
         lanes.run(launch, arrays, (*map(int, place), 0))
     truth = x.astype(np.float64) @ decoded.T
-    plain = x.astype(np.float64) @ decoded.astype(ml_dtypes.bfloat16).T
+    plain = (
+        x.astype(np.float64) @ decoded.astype(ml_dtypes.bfloat16).astype(np.float64).T
+    )
     if residual is not None:
         truth, plain = truth + residual, plain + residual
     size = np.linalg.norm(truth)
@@ -88,7 +90,7 @@ def test_lanes_give_the_product(qtype, k, rows, units, stages):
 def test_products_overlap_and_nothing_spills(qtype, rows, f, k):
     """Products that the assembler awaits one by one have an arrival for each."""
     tiles: Any = packed(qtype, f, k).tiles
-    x = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16)
+    x: Any = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16)
     with compiling_for(90):
         stages = stages_of(x, tiles, qtype)
         assert stages is not None
@@ -114,7 +116,7 @@ def test_products_overlap_and_nothing_spills(qtype, rows, f, k):
 )
 def test_what_was_measured_is_chosen(rows, f, k, chosen):
     tiles: Any = packed("INT4_128_BF16", f, k).tiles
-    x = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16)
+    x: Any = jax.ShapeDtypeStruct((rows, k), jnp.bfloat16)
     with compiling_for(90):
         assert stages_of(x, tiles, "INT4_128_BF16") == chosen
     with compiling_for(80):
@@ -122,7 +124,7 @@ def test_what_was_measured_is_chosen(rows, f, k, chosen):
 
 
 def test_long_scales_need_enough_rows():
-    x = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
+    x: Any = jax.ShapeDtypeStruct((64, 4096), jnp.bfloat16)
     found = []
     with compiling_for(90):
         for f in (28672, 14336):
