@@ -411,6 +411,7 @@ FROM_HOPPER_ON = {
     "lane_order_kernel",
     "many_activations_kernel",
     "slot_order_kernel",
+    "staged_activations_kernel",
     "warp_chunk_matrices_kernel",
 }
 

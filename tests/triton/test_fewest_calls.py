@@ -289,6 +289,7 @@ FEWEST = (
     "one activation of packed rows",
     "qk_norm_rope-qwen3_8b",
     "9 rows by Q2_K",
+    "9 rows by INT4_128_BF16",
     "affine rows",
     "int rows",
     "fp8 rows",

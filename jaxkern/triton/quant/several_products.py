@@ -2,7 +2,8 @@
 
 Up to 16 activations, and those of more digits than bfloat16 has, are multiplied with
 codes as they are (several_activations.py). More take decoded weights from registers to
-the matrix units of Hopper (many_activations.py).
+the matrix units of Hopper (many_activations.py), up to 64 in stages where those are
+faster (staged_products.py).
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from jaxkern.triton.quant.several_activations import (
     bytes_of_memory,
     several_activations_kernel,
 )
+from jaxkern.triton.quant.staged_products import Stages, staged_sums, stages_of
 
 HOPPER = 90
 FEW = 16  # activations of which codes are multiplied
@@ -74,7 +76,8 @@ def multiply_several(
         x = normalised(x, norm, eps, terms)
     x = in_terms(x.reshape(rows, -1), terms)
     flat = tiles.reshape(-1, tiles.shape[-1])
-    sizes = sizes_of(x, flat, terms)
+    stages = stages_of(x, flat, qtype) if terms == 1 else None
+    sizes = stages or sizes_of(x, flat, terms)
     if terms == 1 and activation is None:
         y = product(x, flat, qtype, sizes, residual, result)
         return y.reshape(*leading, -1, TILE)
@@ -102,11 +105,32 @@ def product(
     x: jax.Array,
     tiles: jax.Array,
     qtype: str,
-    sizes: Sizes,
+    sizes: Sizes | Stages,
     residual: jax.Array | None = None,
     dtype: Any = jnp.float32,
 ) -> jax.Array:
     """`[rows, 16 u]` of bfloat16 x `[rows, k]` and tiles `[u, bytes]`."""
+    if isinstance(sizes, Stages):
+        y = staged_sums(x, tiles, qtype, sizes, residual, dtype)
+    else:
+        y = unstaged_sums(x, tiles, qtype, sizes, residual, dtype)
+    if len(y) == 1:
+        return y[0]
+    total = y.sum(0)
+    if residual is not None:
+        total = total + residual.reshape(total.shape).astype(jnp.float32)
+    return total.astype(dtype)
+
+
+def unstaged_sums(
+    x: jax.Array,
+    tiles: jax.Array,
+    qtype: str,
+    sizes: Sizes,
+    residual: jax.Array | None,
+    dtype: Any,
+) -> jax.Array:
+    """`[splits, rows, 16 u]`, one of them in `dtype` with the residual."""
     rows, k = x.shape
     units, tile_bytes = tiles.shape
     steps = -(-k // STEP)
@@ -151,12 +175,7 @@ def product(
         constants,
     )
     assert y is not None
-    if splits == 1:
-        return y[0]
-    total = y.sum(0)
-    if residual is not None:
-        total = total + residual.reshape(total.shape).astype(jnp.float32)
-    return total.astype(dtype)
+    return y
 
 
 def in_order_of_lanes(x: jax.Array) -> jax.Array:

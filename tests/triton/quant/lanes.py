@@ -322,6 +322,12 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return copied(args[1], args[2], int(m[1]), args[3])
     if re.search(r"cp.async.bulk[^$]*\[\$2\], \[\$3\], \$4, \[\$1\]", text):
         return copied(*args[1:])
+    if m := re.search(r"wgmma.mma_async.sync.aligned.m64n(\d+)k16", text):
+        return product_of_groups(args, int(m[1]))
+    if text.startswith("wgmma.wait_group"):
+        return tuple(args)
+    if text.startswith("bar.sync"):
+        return None
     if "mbarrier.init" in text or "mbarrier.try_wait" in text:
         return None
     if text.startswith("cp.async.cg.shared.global [$1], [$2], 16, $3;"):
@@ -452,6 +458,27 @@ def product_of_warps(a: Tensor, b: Slabs, sums: Tensor, is_async: bool) -> Tenso
     del is_async
     wide = a.data.astype(np.float64) @ b.data.astype(np.float64)
     return Tensor((wide + sums.data).astype(np.float32))
+
+
+def product_of_groups(args: list, activations: int) -> tuple[Tensor, ...]:
+    """Four wgmma: words of four fragments, a descriptor of activations, the sums."""
+    words_, described, sums = args[:16], raw(args[16]), args[17:]
+    of_warps = described.reshape(len(described), -1)
+    first = of_warps[:, 0]
+    assert (of_warps == first[:, None]).all(), "a descriptor of each lane"
+    assert (first >> 16 == (8 << 16) + activations).all()
+    where = ((first & 0x3FFF) << 4)[:, None] + np.arange(128 * activations)
+    x = shared[where].view(ml_dtypes.bfloat16).reshape(-1, 8, activations, 8)
+    x = x.transpose(0, 2, 1, 3).reshape(-1, activations, 64).astype(np.float64)
+    pairs = np.stack([np.stack(halves(words(w)), -1) for w in words_])
+    # [fragment, half, row, warp, g, c, 2] -> [warp, row, g, fragment, half, c, 2]
+    pairs = pairs.reshape(4, 2, 2, *pairs.shape[1:]).transpose(3, 2, 4, 0, 1, 5, 6)
+    w = pairs.reshape(len(pairs), 16, 64).astype(np.float64)
+    found = (w @ x.swapaxes(1, 2)).reshape(len(pairs), 2, 8, -1, 4, 2)
+    return tuple(
+        Tensor((raw(s) + found[:, i // 2 % 2, :, i // 4, :, i % 2]).astype(np.float32))
+        for i, s in enumerate(sums)
+    )
 
 
 class Gluon(SimpleNamespace):
