@@ -81,7 +81,7 @@ def test_nothing_spills_on_hopper(qtype, rows):
     tiles: Any = packed(qtype, 4096, 4096).tiles
     x = jax.ShapeDtypeStruct((rows, 4096), jnp.bfloat16)
     with compiling_for(90):
-        sizes = several_products.sizes_of(x, tiles, 1)
+        sizes = several_products.sizes_of(rows, 4096, tiles.shape[0], 1)
         launch = launch_of(lambda x, w: product(x, w, qtype, sizes), x, tiles)
         assert launch.stack_bytes <= 96 and sizes.decoded == (rows > 16)
         assert ("HGMMA" in launch.sass) == sizes.decoded
