@@ -27,17 +27,17 @@ def is_exchanged(FORMAT):
 
 
 @constexpr_function
-def has_codes(FORMAT, I):
-    """Whether word I of a step, as `read_step` has them, is of the lane's columns."""
+def has_codes(FORMAT, WORD):
+    """Whether a word of `read_step`, by its number, has codes of the lane's columns."""
     if is_grouped(FORMAT):
-        return I % (1 + columns_of_group(FORMAT) // 32) != 0
+        return WORD % (1 + columns_of_group(FORMAT) // 32) != 0
     if is_small(FORMAT):
         each, _, codes = words_of_block(FORMAT)
-        return I % each >= codes
+        return WORD % each >= codes
     if FORMAT == "Q6_K":
-        return I < 12
+        return WORD < 12
     first = {"Q4_K": 4, "Q5_K": 4, "IQ4_XS": 3, "NVFP4_256": 5}
-    return I >= (5 if is_few_bits(FORMAT) else first[FORMAT])
+    return WORD >= (5 if is_few_bits(FORMAT) else first[FORMAT])
 
 
 @gluon_jit
