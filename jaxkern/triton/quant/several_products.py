@@ -214,6 +214,7 @@ def wide_product(
     residual: jax.Array | None = None,
     dtype: Any = jnp.bfloat16,
     columns: int = WIDE,
+    warps: int = WARPS,
     programs: int | None = None,
     fence: bool = True,
     read_at: int = 1,
@@ -222,17 +223,24 @@ def wide_product(
     rows, k = x.shape
     units, tile_bytes = tiles.shape
     blocks = -(-rows // columns)
-    items = -(-units // WARPS) * blocks
+    items = -(-units // warps) * blocks
     programs = min(items, programs or num_sms())
-    [y] = sparse_call(
+    y, _, _ = sparse_call(
         wide_activations_kernel,
         (programs,),
         {
             "x_ptr": in_order_for(qtype, x),
             "tiles_ptr": tiles,
             "residual_ptr": residual,
+            "flags_ptr": jnp.zeros(programs, jnp.int32),
         },
-        {"y_ptr": jax.ShapeDtypeStruct((rows, units * TILE), dtype)},
+        {
+            "y_ptr": jax.ShapeDtypeStruct((rows, units * TILE), dtype),
+            "set_ptr": jax.ShapeDtypeStruct((programs,), jnp.int32),
+            "parts_ptr": jax.ShapeDtypeStruct(
+                (programs, TILE * warps, columns), jnp.float32
+            ),
+        },
         {
             "ROWS": rows,
             "K": k,
@@ -243,11 +251,14 @@ def wide_product(
             "COLUMNS": columns,
             "BLOCKS": blocks,
             "ITEMS": items,
+            # the others are at least one of each program: one cut in each at most
+            "WHOLE": (items // programs - 1) * programs,
             "PROGRAMS": programs,
             "FENCE": fence,
             "READ_AT": read_at,
-            "num_warps": WARPS,
+            "num_warps": warps,
         },
+        in_place={"flags_ptr": "set_ptr"},
     )
     assert y is not None
     return y

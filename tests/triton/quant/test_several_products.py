@@ -69,40 +69,48 @@ def test_lanes_give_the_product(qtype, k, rows, units, sizes):
 
 
 @pytest.mark.parametrize(
-    "qtype, k, rows, columns, programs",
+    "qtype, k, rows, units, columns, warps, programs, cuts",
     [
-        ("Q4_K", 768, 20, 8, 2),
-        ("Q6_K", 512, 70, 32, 3),
-        ("INT4_128_BF16", 640, 130, 128, 1),
-        ("Q8_0", 544, 257, 256, 1),
-        ("Q5_0", 64, 9, 8, 1),
+        ("Q4_K", 768, 20, 5, 8, 2, 2, 1),
+        ("Q6_K", 1280, 50, 3, 8, 1, 5, 4),
+        ("INT4_128_BF16", 640, 130, 16, 128, 4, 3, 2),
+        ("Q8_0", 544, 257, 3, 256, 8, 1, 0),
+        ("Q5_0", 64, 9, 3, 8, 8, 2, 0),
+        ("NVFP4_256", 512, 16, 4, 8, 1, 4, 0),
     ],
 )
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
-def test_lanes_give_wide_products(qtype, k, rows, columns, programs, dtype):
-    """Programs with several tiles; rows, tiles and columns that nothing divides."""
+def test_lanes_give_wide_products(
+    qtype, k, rows, units, columns, warps, programs, cuts, dtype
+):
+    """Programs with several tiles, tiles of two programs, sizes that nothing divides."""
     rng = np.random.default_rng(k)
     x = rng.standard_normal((rows, k)).astype(ml_dtypes.bfloat16)
-    w, decoded = weights(rng, qtype, 48, k)
-    tiles, sizes = np.asarray(w.tiles), {"columns": columns, "programs": programs}
-    residual = rng.standard_normal((rows, 48)).astype(np.float32)
+    w, decoded = weights(rng, qtype, 16 * units, k)
+    tiles, residual = np.asarray(w.tiles), rng.standard_normal((rows, 16 * units))
+    residual = residual.astype(np.float32)
+    sizes = {"columns": columns, "warps": warps, "programs": programs}
 
     def multiply(x, tiles, residual):
         return wide_product(x, tiles, qtype, residual, dtype, **sizes)
 
     *_, launch = launches_of(multiply, jnp.asarray(x), jnp.asarray(tiles), residual)
+    flags = np.zeros(programs, np.int32)
     arrays = {
         "x_ptr": x if is_exchanged(qtype) else lanes.in_lane_order(x, 2),
         "tiles_ptr": tiles,
         "residual_ptr": residual,
-        "y_ptr": np.full((rows, 48), np.nan, dtype),
+        "flags_ptr": flags,
+        "y_ptr": np.full((rows, 16 * units), np.nan, dtype),
+        "set_ptr": flags,
+        "parts_ptr": np.full((programs, 16 * warps, columns), np.nan, np.float32),
     }
     assert launch.grid == (programs,)
-    for program in range(programs):
+    for program in reversed(range(programs)):  # each waits for the next one
         lanes.run(launch, arrays, (program, 0))
     truth = x.astype(np.float64) @ decoded.T + residual
     error = np.linalg.norm(arrays["y_ptr"] - truth) / np.linalg.norm(truth)
-    assert error < 4e-3
+    assert error < 4e-3 and flags.sum() == cuts
 
 
 EXCHANGED = ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL"]
@@ -120,6 +128,8 @@ def test_lanes_have_the_columns_that_wgmma_expects(qtype):
     )
     y = np.full((256, 16), np.nan, np.float32)
     arrays = {"x_ptr": x, "tiles_ptr": np.asarray(w.tiles), "y_ptr": y}
+    arrays |= dict.fromkeys(("flags_ptr", "set_ptr"), np.zeros(1, np.int32))
+    arrays["parts_ptr"] = np.zeros((1, 128, 256), np.float32)
     lanes.run(launch, arrays, (0, 0))
     largest = np.abs(decoded).max()
     np.testing.assert_allclose(y.T, decoded, atol=largest / 100)
