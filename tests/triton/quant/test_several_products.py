@@ -83,7 +83,7 @@ def test_lanes_give_the_product(qtype, k, rows, units, sizes):
 def test_lanes_give_wide_products(
     qtype, k, rows, units, columns, warps, programs, cuts, dtype
 ):
-    """Programs with several tiles, tiles of two programs, sizes that nothing divides."""
+    """Several tiles a program, tiles of two programs, sizes that nothing divides."""
     rng = np.random.default_rng(k)
     x = rng.standard_normal((rows, k)).astype(ml_dtypes.bfloat16)
     w, decoded = weights(rng, qtype, 16 * units, k)
@@ -156,3 +156,30 @@ def test_nothing_spills_on_hopper(qtype, rows):
         launch = launch_of(lambda x, w: product(x, w, qtype, sizes), x, tiles)
         assert launch.stack_bytes <= 96 and sizes.decoded == (rows > 16)
         assert ("HGMMA" in launch.sass) == sizes.decoded
+
+
+@pytest.mark.parametrize(
+    "qtype",
+    [
+        "INT4_128_BF16",
+        *(pytest.param(qtype, marks=pytest.mark.full) for qtype in BYTES),
+    ],
+)
+def test_the_loop_of_wide_products_spills_nothing(qtype):
+    tiles: Any = packed(qtype, 4096, 4096).tiles
+    x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    *_, launch = launches_of(
+        lambda x, w: wide_product(x, w, qtype, programs=132), x, tiles
+    )
+    with compiling_for(90):
+        _, *between, _ = launch.sass.split("HGMMA.64x256x16")
+    assert len(between) == 15  # four of 16 columns for each of four slabs
+    assert not any("LDL" in part or "STL" in part for part in between)
+
+
+def times(rows, f, k):
+    """Microseconds expected of tiles of 128 and of 256."""
+    sizes = rows, f // 16, k
+    with compiling_for(90):
+        narrow = several_products.time_of_narrow(*sizes)
+        return narrow, several_products.time_of_wide(*sizes)
