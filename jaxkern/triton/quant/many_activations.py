@@ -4,8 +4,8 @@
 
 Weights are the left operand of the matrix units, which they take from registers: what a
 lane unpacks of 16 rows of a tile is what m64nNk16 expects of it, but for the order of
-the columns, which column_order.py mends. So each weight is decoded once for all
-activations of a program, next to the products of the weights before it.
+the columns, in which the activations come to shared memory. So each weight is decoded
+once for all activations of a program, next to the products of the weights before it.
 
 A weight is scale * (code - zero) + offset. The scale is a sum of two bfloat16, so that
 only the offset and the result are rounded; of MXFP4 one is exact.
@@ -31,7 +31,6 @@ from jaxkern.triton.quant.block_codes import (
     read_step,
     scales_of,
 )
-from jaxkern.triton.quant.column_order import in_order_of_columns
 from jaxkern.triton.quant.fixed_point_kernel import places_of_lanes
 from jaxkern.triton.quant.fragments import (
     as_pair,
@@ -233,8 +232,9 @@ def many_activations_kernel(
 ):
     """x `[ROWS, K]` bfloat16, tiles_ptr `[TILES, 16 row_bytes]`, y `[ROWS, 16 TILES]`.
 
-    A program has a tile of each warp and one of BLOCKS of COLUMNS activations. Where
-    the second axis has several programs, each has STEPS steps of the columns, and y is
+    Of each 16 columns of x those of a lane stand apart, see `in_order_of_lanes`. A
+    program has a tile of each warp and one of BLOCKS of COLUMNS activations. Where the
+    second axis has several programs, each has STEPS steps of the columns, and y is
     `[programs, ROWS, 16 TILES]`, the sums of each.
     """
     if AHEAD:
@@ -268,7 +268,6 @@ def many_activations_kernel(
         barrier()  # all have the step's activations
         stage = (step - first) % 3
         ahead = read_step(at, g, c, gl.minimum(step + 1, last - 1), NUM_BLOCKS, FORMAT)
-        words = in_order_of_columns(words, g, c, FORMAT)
         for q in gl.static_range(4):
             w = left_operand(words, c, nothing, q, COLUMNS, FORMAT)
             x = slabs.index(stage * 4 + q).permute([1, 0])

@@ -96,7 +96,7 @@ def multiply(
     """
     terms, rows = terms_of(x, compute_dtype), num_rows(x)
     units = math.prod(tiles.shape[:-1])
-    if not is_read_packed(rows, terms, units, x.shape[-1]):
+    if not is_read_packed(rows, terms, units, x.shape[-1], qtype):
         w = decoded(tiles.reshape(-1, tiles.shape[-1]), qtype)
         y = multiply_decoded(x, w, norm, residual, eps, up, activation)
         return y.reshape(*x.shape[:-1], -1, TILE)

@@ -21,6 +21,7 @@ from jaxkern.primitives.quant.interleaved_tensor import ROWS as TILE
 from jaxkern.triton.quant.activations import gated, in_terms, normalised
 from jaxkern.triton.quant.block_codes import BYTES, STEP
 from jaxkern.triton.quant.column_order import is_exchanged
+from jaxkern.triton.quant.four_bit_codes import is_grouped
 from jaxkern.triton.quant.lane_order import in_lane_order
 from jaxkern.triton.quant.many_activations import many_activations_kernel
 from jaxkern.triton.quant.several_activations import (
@@ -38,7 +39,8 @@ NARROW, WIDE = 128, 256  # activations of a tile
 FLOATS = 384  # activations whose gate's sums are float32
 # Microseconds, as measured on an H200: a step of 256 columns of either kernel, a
 # number that several programs add up, a weight that is written, a product of XLA's
-NARROW_STEP, WIDE_STEP = 2.1, 2.8
+NARROW_STEP = 2.1
+WIDE_STEP = {"groups": 2.95, "blocks": 3.2}  # formats of four_bit_codes.py, others
 ADDED, WRITTEN, BY_XLA = 2e-6, 7.2e-7, 2.5e-9
 
 
@@ -61,7 +63,7 @@ class Sizes:
     registers: int | None = None
 
 
-def is_read_packed(rows: int, terms: int, units: int, k: int) -> bool:
+def is_read_packed(rows: int, terms: int, units: int, k: int, qtype: str) -> bool:
     """Whether these kernels multiply so many activations, each of so many terms.
 
     Else the weights, `[16 units, k]`, are written, and XLA multiplies.
@@ -70,8 +72,9 @@ def is_read_packed(rows: int, terms: int, units: int, k: int) -> bool:
         return rows <= MOST_BY_CODES // terms
     if rows <= NARROW:
         return True
-    written = WRITTEN * 16 * units * k + BY_XLA * rows * 16 * units * k
-    return min(time_of_narrow(rows, units, k), time_of_wide(rows, units, k)) < written
+    written = (WRITTEN + BY_XLA * rows) * 16 * units * k
+    packed = time_of_narrow(rows, units, k), time_of_wide(rows, units, k, qtype)
+    return min(packed) < written
 
 
 def time_of_narrow(rows: int, units: int, k: int) -> float:
@@ -84,10 +87,11 @@ def time_of_narrow(rows: int, units: int, k: int) -> float:
     return rounds * -(-steps // sizes.splits) * NARROW_STEP + added
 
 
-def time_of_wide(rows: int, units: int, k: int) -> float:
+def time_of_wide(rows: int, units: int, k: int, qtype: str) -> float:
     """Microseconds that wide_activations.py is expected to take."""
     items = -(-units // WARPS) * -(-rows // WIDE)
-    return -(-items // num_sms()) * -(-k // STEP) * WIDE_STEP
+    each = WIDE_STEP["groups" if is_grouped(qtype) else "blocks"]
+    return max(1.0, items / num_sms()) * -(-k // STEP) * each
 
 
 def multiply_several(
@@ -109,7 +113,7 @@ def multiply_several(
     x = in_terms(x.reshape(rows, -1), terms)
     flat = tiles.reshape(-1, tiles.shape[-1])
     units, k = flat.shape[0], x.shape[1]
-    if terms == 1 and is_wide(rows, units, k):
+    if terms == 1 and is_wide(rows, units, k, qtype):
         multiplied = wide_product
     else:
         sizes = sizes_of(x.shape[0], k, units, terms)
@@ -128,10 +132,10 @@ def multiply_several(
     return y.astype(result).reshape(*leading, -1, TILE)
 
 
-def is_wide(rows: int, units: int, k: int) -> bool:
+def is_wide(rows: int, units: int, k: int, qtype: str) -> bool:
     """Whether wide_activations.py is expected to take less than many_activations.py."""
     narrow = time_of_narrow(rows, units, k)
-    return rows > NARROW and time_of_wide(rows, units, k) < narrow
+    return rows > NARROW and time_of_wide(rows, units, k, qtype) < narrow
 
 
 def sizes_of(rows: int, k: int, units: int, terms: int) -> Sizes:
@@ -175,7 +179,7 @@ def product(
     }
     if sizes.decoded:
         kernel = many_activations_kernel
-        x = in_order_for(qtype, x)
+        x = in_order_of_lanes(x)
         constants["COLUMNS"] = sizes.columns
     else:
         kernel = several_activations_kernel
@@ -229,7 +233,7 @@ def wide_product(
         wide_activations_kernel,
         (programs,),
         {
-            "x_ptr": in_order_for(qtype, x),
+            "x_ptr": x if is_exchanged(qtype) else in_lane_order(x, PAIRS_OF_LANE),
             "tiles_ptr": tiles,
             "residual_ptr": residual,
             "flags_ptr": jnp.zeros(programs, jnp.int32),
@@ -264,6 +268,7 @@ def wide_product(
     return y
 
 
-def in_order_for(qtype: str, x: jax.Array) -> jax.Array:
-    """x as the kernels of decoded weights read it beside those of a format."""
-    return x if is_exchanged(qtype) else in_lane_order(x, PAIRS_OF_LANE)
+def in_order_of_lanes(x: jax.Array) -> jax.Array:
+    """Of each 16 columns, the four that a lane decodes as two pairs, 8 apart."""
+    rows, k = x.shape
+    return x.reshape(rows, k // 16, 4, 2, 2).swapaxes(2, 3).reshape(rows, k)
