@@ -56,7 +56,8 @@ def test_lanes_give_the_product(qtype, k, rows, units, sizes):
     launch = launch_of(multiply, jnp.asarray(x), jnp.asarray(tiles), residual)
     across, along, *_ = (*launch.grid, 1)
     y = np.full((along, rows, 16 * units), np.nan, np.float32)
-    arrays = {"x_ptr": x, "tiles_ptr": tiles, "y_ptr": y}
+    ordered = lanes.in_lane_order(x, 2) if sizes.decoded else x
+    arrays = {"x_ptr": ordered, "tiles_ptr": tiles, "y_ptr": y}
     if residual is not None:
         arrays["residual_ptr"] = residual
     for place in np.ndindex(across, along):
@@ -177,9 +178,20 @@ def test_the_loop_of_wide_products_spills_nothing(qtype):
     assert not any("LDL" in part or "STL" in part for part in between)
 
 
-def times(rows, f, k):
-    """Microseconds expected of tiles of 128 and of 256."""
-    sizes = rows, f // 16, k
+def test_who_multiplies_how_many():
+    def chosen(rows, f, k, qtype="Q4_K"):
+        sizes = f // 16, k
+        if not several_products.is_read_packed(rows, 1, *sizes, qtype):
+            return "written"
+        wide = several_products.is_wide(rows, *sizes, qtype)
+        return "wide" if wide else "narrow"
+
     with compiling_for(90):
-        narrow = several_products.time_of_narrow(*sizes)
-        return narrow, several_products.time_of_wide(*sizes)
+        found = [chosen(rows, 28672, 8192) for rows in (128, 256, 512, 1024, 4096)]
+        assert found == ["narrow", "wide", "wide", "wide", "written"]
+        # as many tiles as half of the multiprocessors: these share the columns
+        assert chosen(256, 4096, 4096) == "narrow"
+        assert chosen(512, 8192, 8192, "INT4_128_BF16") == "wide"
+    with compiling_for(86):
+        assert chosen(64, 28672, 8192) == "narrow"
+        assert chosen(65, 28672, 8192) == "written"
