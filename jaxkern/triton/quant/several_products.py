@@ -91,7 +91,7 @@ def time_of_wide(rows: int, units: int, k: int, qtype: str) -> float:
     """Microseconds that wide_activations.py is expected to take."""
     items = -(-units // WARPS) * -(-rows // WIDE)
     each = WIDE_STEP["groups" if is_grouped(qtype) else "blocks"]
-    return max(1.0, items / num_sms()) * -(-k // STEP) * each
+    return -(-items // num_sms()) * -(-k // STEP) * each
 
 
 def multiply_several(
@@ -220,8 +220,6 @@ def wide_product(
     columns: int = WIDE,
     warps: int = WARPS,
     programs: int | None = None,
-    fence: bool = True,
-    read_at: int = 1,
 ) -> jax.Array:
     """`product` of hundreds of activations, as many as tiles of WIDE need."""
     rows, k = x.shape
@@ -229,22 +227,15 @@ def wide_product(
     blocks = -(-rows // columns)
     items = -(-units // warps) * blocks
     programs = min(items, programs or num_sms())
-    y, _, _ = sparse_call(
+    [y] = sparse_call(
         wide_activations_kernel,
         (programs,),
         {
             "x_ptr": x if is_exchanged(qtype) else in_lane_order(x, PAIRS_OF_LANE),
             "tiles_ptr": tiles,
             "residual_ptr": residual,
-            "flags_ptr": jnp.zeros(programs, jnp.int32),
         },
-        {
-            "y_ptr": jax.ShapeDtypeStruct((rows, units * TILE), dtype),
-            "set_ptr": jax.ShapeDtypeStruct((programs,), jnp.int32),
-            "parts_ptr": jax.ShapeDtypeStruct(
-                (programs, TILE * warps, columns), jnp.float32
-            ),
-        },
+        {"y_ptr": jax.ShapeDtypeStruct((rows, units * TILE), dtype)},
         {
             "ROWS": rows,
             "K": k,
@@ -255,14 +246,9 @@ def wide_product(
             "COLUMNS": columns,
             "BLOCKS": blocks,
             "ITEMS": items,
-            # the others are at least one of each program: one cut in each at most
-            "WHOLE": (items // programs - 1) * programs,
             "PROGRAMS": programs,
-            "FENCE": fence,
-            "READ_AT": read_at,
             "num_warps": warps,
         },
-        in_place={"flags_ptr": "set_ptr"},
     )
     assert y is not None
     return y

@@ -140,8 +140,7 @@ for name, f in {
     setattr(Tensor, f"__{name}__", operation(f))
 
 
-def load(at: Tensor, mask: Any = True, other: Any = 0, **how: Any):
-    del how  # whether it leaves the cache first, or is volatile
+def load(at: Tensor, mask: Any = True, other: Any = 0, eviction_policy: str = ""):
     size = at.of.numpy.itemsize
     places, mask = np.broadcast_arrays(at.data, raw(mask))
     bytes_ = at.memory.reshape(-1).view(np.uint8)
@@ -351,13 +350,6 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         return Tensor(raw(args[0])[..., [1, 0, 3, 2]])
     if "@stores st.global.v4.b32 [$1], {$2, $3, $4, $5};" in text:
         return four_words_stored(*args)
-    if "ld.acquire.gpu.global.b32 flag, [$1];" in text:
-        assert from_memory(args[0], 0, 1)[0], "waits for a program that runs later"
-        return None
-    if text.startswith("st.release.gpu.global.b32 [$1], 1;"):
-        return store(args[0].to(PointerType(INT32)), Tensor(np.int32(1)))
-    if text.startswith("fence.acq_rel.gpu;"):
-        return None
     if text.startswith("ld.relaxed.gpu.global.b32 $0, [$1];"):
         return from_memory(args[0], 0, 1)[0]
     if text.startswith("bar.warp.sync"):

@@ -70,21 +70,21 @@ def test_lanes_give_the_product(qtype, k, rows, units, sizes):
 
 
 @pytest.mark.parametrize(
-    "qtype, k, rows, units, columns, warps, programs, cuts",
+    "qtype, k, rows, units, columns, warps, programs",
     [
-        ("Q4_K", 768, 20, 5, 8, 2, 2, 1),
-        ("Q6_K", 1280, 50, 3, 8, 1, 5, 4),
-        ("INT4_128_BF16", 640, 130, 16, 128, 4, 3, 2),
-        ("Q8_0", 544, 257, 3, 256, 8, 1, 0),
-        ("Q5_0", 64, 9, 3, 8, 8, 2, 0),
-        ("NVFP4_256", 512, 16, 4, 8, 1, 4, 0),
+        ("Q4_K", 768, 20, 5, 8, 2, 2),
+        ("Q6_K", 1280, 50, 3, 8, 1, 5),
+        ("INT4_128_BF16", 640, 130, 16, 128, 4, 3),
+        ("Q8_0", 544, 257, 3, 256, 8, 1),
+        ("Q5_0", 64, 9, 3, 8, 8, 2),
+        ("NVFP4_256", 512, 16, 4, 8, 1, 4),
     ],
 )
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32])
 def test_lanes_give_wide_products(
-    qtype, k, rows, units, columns, warps, programs, cuts, dtype
+    qtype, k, rows, units, columns, warps, programs, dtype
 ):
-    """Several tiles a program, tiles of two programs, sizes that nothing divides."""
+    """Several tiles a program, sizes that nothing divides."""
     rng = np.random.default_rng(k)
     x = rng.standard_normal((rows, k)).astype(ml_dtypes.bfloat16)
     w, decoded = weights(rng, qtype, 16 * units, k)
@@ -96,22 +96,18 @@ def test_lanes_give_wide_products(
         return wide_product(x, tiles, qtype, residual, dtype, **sizes)
 
     *_, launch = launches_of(multiply, jnp.asarray(x), jnp.asarray(tiles), residual)
-    flags = np.zeros(programs, np.int32)
     arrays = {
         "x_ptr": x if is_exchanged(qtype) else lanes.in_lane_order(x, 2),
         "tiles_ptr": tiles,
         "residual_ptr": residual,
-        "flags_ptr": flags,
         "y_ptr": np.full((rows, 16 * units), np.nan, dtype),
-        "set_ptr": flags,
-        "parts_ptr": np.full((programs, 16 * warps, columns), np.nan, np.float32),
     }
-    assert launch.grid == (programs,)
-    for program in reversed(range(programs)):  # each waits for the next one
+    assert launch.grid[0] <= programs
+    for program in range(launch.grid[0]):
         lanes.run(launch, arrays, (program, 0))
     truth = x.astype(np.float64) @ decoded.T + residual
     error = np.linalg.norm(arrays["y_ptr"] - truth) / np.linalg.norm(truth)
-    assert error < 4e-3 and flags.sum() == cuts
+    assert error < 4e-3
 
 
 EXCHANGED = ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_NL"]
@@ -129,8 +125,6 @@ def test_lanes_have_the_columns_that_wgmma_expects(qtype):
     )
     y = np.full((256, 16), np.nan, np.float32)
     arrays = {"x_ptr": x, "tiles_ptr": np.asarray(w.tiles), "y_ptr": y}
-    arrays |= dict.fromkeys(("flags_ptr", "set_ptr"), np.zeros(1, np.int32))
-    arrays["parts_ptr"] = np.zeros((1, 128, 256), np.float32)
     lanes.run(launch, arrays, (0, 0))
     largest = np.abs(decoded).max()
     np.testing.assert_allclose(y.T, decoded, atol=largest / 100)
@@ -159,13 +153,7 @@ def test_nothing_spills_on_hopper(qtype, rows):
         assert ("HGMMA" in launch.sass) == sizes.decoded
 
 
-@pytest.mark.parametrize(
-    "qtype",
-    [
-        "INT4_128_BF16",
-        *(pytest.param(qtype, marks=pytest.mark.full) for qtype in BYTES),
-    ],
-)
+@pytest.mark.parametrize("qtype", ["INT4_128_BF16", "Q4_K"])
 def test_the_loop_of_wide_products_spills_nothing(qtype):
     tiles: Any = packed(qtype, 4096, 4096).tiles
     x = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
