@@ -304,6 +304,7 @@ CALLS = {  # which the cases of the ops leave out
         for q in packed_products.BYTES
         for rows in (1, 9, 100)
     },
+    "256 rows by Q4_K": products(packed("Q4_K", 16384, 256), 256),
     "float32 by Q5_1": products(packed("Q5_1", 64, 14432), 2, "float32"),
     **{f"{t} by bfloat16": products(spec(98, 1536), 2, t) for t in DTYPES},
     **{f"decode {c}": decode(c) for c in CODECS},
@@ -413,6 +414,7 @@ FROM_HOPPER_ON = {
     "slot_order_kernel",
     "staged_activations_kernel",
     "warp_chunk_matrices_kernel",
+    "wide_activations_kernel",
 }
 
 

@@ -306,6 +306,7 @@ FEWEST = (
     "attention-smollm2_135m",
     "cumsum-chunk_decay",
     "100 rows by Q2_K",
+    "256 rows by Q4_K",
     "argsort 3 128256 bfloat16",
     "argmax-llama3_vocab",
     "route by warps",

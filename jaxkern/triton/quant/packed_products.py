@@ -1,8 +1,8 @@
 """Products with interleaved rows of GGUF blocks on NVIDIA GPUs, for any number of rows.
 
 One activation goes to a kernel that takes in the norm before and the gate or the
-addition after; before Hopper up to eight do. Up to 384 go to several_products.py. For
-more the weights are written once as bfloat16, and XLA multiplies.
+addition after; before Hopper up to eight do. More go to several_products.py, unless it
+says that writing the weights once as bfloat16 takes less: then XLA multiplies.
 """
 
 import math
@@ -34,10 +34,7 @@ from jaxkern.triton.quant.fixed_point_kernel import (
 )
 from jaxkern.triton.quant.fixed_point_x import bytes_of_x
 from jaxkern.triton.quant.product_kernel import packed_product_kernel
-from jaxkern.triton.quant.several_products import (
-    most_activations,
-    multiply_several,
-)
+from jaxkern.triton.quant.several_products import is_read_packed, multiply_several
 
 FEW = 8  # activations by terms, as many as a matrix instruction has columns for
 COLUMNS = 64  # of one launch
@@ -98,7 +95,8 @@ def multiply(
     With `up` `[..., u, 16]` the tiles are those of the gate.
     """
     terms, rows = terms_of(x, compute_dtype), num_rows(x)
-    if rows > most_activations(terms):
+    units = math.prod(tiles.shape[:-1])
+    if not is_read_packed(rows, terms, units, x.shape[-1], qtype):
         w = decoded(tiles.reshape(-1, tiles.shape[-1]), qtype)
         y = multiply_decoded(x, w, norm, residual, eps, up, activation)
         return y.reshape(*x.shape[:-1], -1, TILE)
@@ -337,7 +335,7 @@ def decoded(
     flat = None if ids is None else ids.reshape(-1).astype(jnp.int32)
     [w] = sparse_call(
         decode_tiles_kernel,
-        (u if flat is None else flat.shape[0], -(-k // (STEP * warps))),
+        ((u if flat is None else flat.shape[0]) * -(-k // (STEP * warps)),),
         {"ids_ptr": flat, "tiles_ptr": tiles},
         {"w_ptr": jax.ShapeDtypeStruct((*shape, k), dtype)},
         {

@@ -1,12 +1,14 @@
-"""Products of packed rows with up to 384 activations: which kernel, and its sizes.
+"""Products of packed rows with two activations and more: which kernel, and its sizes.
 
 Up to 16 activations, and those of more digits than bfloat16 has, are multiplied with
 codes as they are (several_activations.py). More take decoded weights from registers to
 the matrix units of Hopper (many_activations.py), up to 64 in stages where those are
-faster (staged_products.py).
+faster (staged_products.py), hundreds in larger tiles (wide_activations.py), unless
+writing the weights takes less (`is_read_packed`).
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -19,17 +21,29 @@ from jaxkern.gpu.triton_call import sparse_call
 from jaxkern.primitives.quant.interleaved_tensor import ROWS as TILE
 from jaxkern.triton.quant.activations import gated, in_terms, normalised
 from jaxkern.triton.quant.block_codes import BYTES, STEP
+from jaxkern.triton.quant.column_order import is_exchanged
+from jaxkern.triton.quant.four_bit_codes import is_grouped
+from jaxkern.triton.quant.lane_order import in_lane_order
 from jaxkern.triton.quant.many_activations import many_activations_kernel
 from jaxkern.triton.quant.several_activations import (
     bytes_of_memory,
     several_activations_kernel,
 )
 from jaxkern.triton.quant.staged_products import Stages, staged_sums, stages_of
+from jaxkern.triton.quant.wide_activations import wide_activations_kernel
 
 HOPPER = 90
 FEW = 16  # activations of which codes are multiplied
-MOST = {"codes": 64, "decoded": 384}  # activations, beyond which weights are written
+MOST_BY_CODES = 64  # activations by terms
+PAIRS_OF_LANE = 2  # neighbouring columns of every 16 that a lane decodes
 WARPS = 8
+NARROW, WIDE = 128, 256  # activations of a tile
+FLOATS = 384  # activations whose gate's sums are float32
+# Microseconds, as measured on an H200: a step of 256 columns of either kernel, a
+# number that several programs add up, a weight that is written, a product of XLA's
+NARROW_STEP = 2.1
+WIDE_STEP = {"groups": 2.95, "blocks": 3.2}  # formats of four_bit_codes.py, others
+ADDED, WRITTEN, BY_XLA = 2e-6, 7.2e-7, 2.5e-9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +65,35 @@ class Sizes:
     registers: int | None = None
 
 
-def most_activations(terms: int) -> int:
-    """How many, each of so many terms, these kernels multiply on this GPU."""
-    if terms == 1 and compute_capability() >= HOPPER:
-        return MOST["decoded"]
-    return MOST["codes"] // terms
+def is_read_packed(rows: int, terms: int, units: int, k: int, qtype: str) -> bool:
+    """Whether these kernels multiply so many activations, each of so many terms.
+
+    Else the weights, `[16 units, k]`, are written, and XLA multiplies.
+    """
+    if terms > 1 or compute_capability() < HOPPER:
+        return rows <= MOST_BY_CODES // terms
+    if rows <= NARROW:
+        return True
+    written = (WRITTEN + BY_XLA * rows) * 16 * units * k
+    packed = time_of_narrow(rows, units, k), time_of_wide(rows, units, k, qtype)
+    return min(packed) < written
+
+
+def time_of_narrow(rows: int, units: int, k: int) -> float:
+    """Microseconds that many_activations.py is expected to take."""
+    sizes = sizes_of(rows, k, units, 1)
+    steps = -(-k // STEP)
+    programs = -(-units // sizes.warps) * -(-rows // sizes.columns) * sizes.splits
+    rounds = -(-programs // num_sms())
+    added = ADDED * rows * 16 * units * sizes.splits if sizes.splits > 1 else 0.0
+    return rounds * -(-steps // sizes.splits) * NARROW_STEP + added
+
+
+def time_of_wide(rows: int, units: int, k: int, qtype: str) -> float:
+    """Microseconds that wide_activations.py is expected to take."""
+    items = -(-units // WARPS) * -(-rows // WIDE)
+    each = WIDE_STEP["groups" if is_grouped(qtype) else "blocks"]
+    return -(-items // num_sms()) * -(-k // STEP) * each
 
 
 def multiply_several(
@@ -76,26 +114,40 @@ def multiply_several(
         x = normalised(x, norm, eps, terms)
     x = in_terms(x.reshape(rows, -1), terms)
     flat = tiles.reshape(-1, tiles.shape[-1])
-    stages = stages_of(x, flat, qtype) if terms == 1 else None
-    sizes = stages or sizes_of(x, flat, terms)
+    units, k = flat.shape[0], x.shape[1]
+    if terms == 1 and is_wide(rows, units, k, qtype):
+        multiplied = wide_product
+    else:
+        stages = stages_of(x, flat, qtype) if terms == 1 else None
+        sizes = stages or sizes_of(x.shape[0], k, units, terms)
+        multiplied = functools.partial(product, sizes=sizes)
     if terms == 1 and activation is None:
-        y = product(x, flat, qtype, sizes, residual, result)
+        y = multiplied(x, flat, qtype, residual=residual, dtype=result)
         return y.reshape(*leading, -1, TILE)
-    y = product(x, flat, qtype, sizes).reshape(rows, terms, -1).sum(1)
+    # a gate of very many is rounded before, as it is where XLA multiplies
+    sums = jnp.float32 if rows <= FLOATS else jnp.promote_types(result, jnp.bfloat16)
+    y = multiplied(x, flat, qtype, dtype=sums)
+    y = y.reshape(rows, terms, -1).sum(1) if terms > 1 else y
     if activation is not None:
         y = gated(y, up, activation)
     if residual is not None:
-        y = y + residual.reshape(y.shape).astype(jnp.float32)
+        y = y.astype(jnp.float32) + residual.reshape(y.shape).astype(jnp.float32)
     return y.astype(result).reshape(*leading, -1, TILE)
 
 
-def sizes_of(x: jax.Array, tiles: jax.Array, terms: int) -> Sizes:
+def is_wide(rows: int, units: int, k: int, qtype: str) -> bool:
+    """Whether wide_activations.py is expected to take less than many_activations.py."""
+    narrow = time_of_narrow(rows, units, k)
+    return rows > NARROW and time_of_wide(rows, units, k, qtype) < narrow
+
+
+def sizes_of(rows: int, k: int, units: int, terms: int) -> Sizes:
     """As measured: enough programs to fill the GPU, two a multiprocessor."""
-    rows, steps = x.shape[0], -(-x.shape[1] // STEP)
+    steps = -(-k // STEP)
     decoded = terms == 1 and rows > FEW and compute_capability() >= HOPPER
     columns = next_power_of_2(max(rows, 8))
-    columns = min(max(columns, 32), 128) if decoded else min(columns, 32)
-    programs = -(-tiles.shape[0] // WARPS) * -(-rows // columns)
+    columns = min(max(columns, 32), NARROW) if decoded else min(columns, 32)
+    programs = -(-units // WARPS) * -(-rows // columns)
     at_once = num_sms() * (1 if columns > 64 else 2)
     splits = max(1, min(steps // 2, at_once // programs))
     return Sizes(decoded, columns, WARPS, splits, 128 if columns <= 16 else None)
@@ -173,6 +225,49 @@ def unstaged_sums(
             )
         },
         constants,
+    )
+    assert y is not None
+    return y
+
+
+def wide_product(
+    x: jax.Array,
+    tiles: jax.Array,
+    qtype: str,
+    residual: jax.Array | None = None,
+    dtype: Any = jnp.bfloat16,
+    columns: int = WIDE,
+    warps: int = WARPS,
+    programs: int | None = None,
+) -> jax.Array:
+    """`product` of hundreds of activations, as many as tiles of WIDE need."""
+    rows, k = x.shape
+    units, tile_bytes = tiles.shape
+    blocks = -(-rows // columns)
+    items = -(-units // warps) * blocks
+    programs = min(items, programs or num_sms())
+    [y] = sparse_call(
+        wide_activations_kernel,
+        (programs,),
+        {
+            "x_ptr": x if is_exchanged(qtype) else in_lane_order(x, PAIRS_OF_LANE),
+            "tiles_ptr": tiles,
+            "residual_ptr": residual,
+        },
+        {"y_ptr": jax.ShapeDtypeStruct((rows, units * TILE), dtype)},
+        {
+            "ROWS": rows,
+            "K": k,
+            "NUM_BLOCKS": tile_bytes // (TILE * BYTES[qtype]),
+            "TILES": units,
+            "TILE_PAIRS": tile_bytes // 8,
+            "FORMAT": qtype,
+            "COLUMNS": columns,
+            "BLOCKS": blocks,
+            "ITEMS": items,
+            "PROGRAMS": programs,
+            "num_warps": warps,
+        },
     )
     assert y is not None
     return y

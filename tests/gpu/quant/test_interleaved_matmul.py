@@ -19,16 +19,19 @@ from jaxkern import (
 from jaxkern.models.packed_parts import in_tiles
 from jaxkern.primitives.quant.interleaved_tensor import interleaved, rows_of
 from jaxkern.primitives.quant.tile_formats import decode_blocks
+from jaxkern.triton.quant.several_products import wide_product
 from tests.gpu.quant.row_checks import (
     check_experts,
     check_product,
     check_rows,
     check_weights,
+    compare,
     normal,
     on_the_cpu,
+    rounded,
 )
 from tests.gpu.quant.test_fused_products import TESTED, weights
-from tests.gpu.truth import on_a_gpu
+from tests.gpu.truth import on_a_gpu, poison
 
 pytestmark = on_a_gpu
 
@@ -87,6 +90,21 @@ def test_containers_side_by_side(kind):
     for rows in (1, 4, 16, 64):
         check_product(tiles, values, rows)
     check_rows(tiles, values)
+
+
+@pytest.mark.parametrize(
+    "qtype", ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "Q5_0", "MXFP4", "INT4_128_BF16"]
+)
+def test_hundreds_of_activations(qtype):
+    """Tiles of two programs, of one, and fewer than there are multiprocessors."""
+    w, values = weights(qtype, 5248, 1280)
+    for rows in (1300, 513, 129):
+        x = jnp.asarray(0.1 * normal((rows, 1280), rows), jnp.bfloat16)
+        poison(jnp.zeros((rows, 5248), jnp.bfloat16))
+        found = jax.jit(lambda x, t: wide_product(x, t, qtype))(x, w.tiles)
+        x64 = np.asarray(x, np.float64)
+        plain = (rounded(x64) @ rounded(values).T).astype("bfloat16")
+        compare(found, x64 @ values.T, plain, "bfloat16")
 
 
 @pytest.mark.parametrize("qtype", ["Q4_K", "Q6_K", "Q8_0", "MXFP4"])

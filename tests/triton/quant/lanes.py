@@ -274,6 +274,16 @@ def two_floats_stored(at: Any, first: Any, second: Any, stores: Any) -> None:
     shared[at[chosen][:, None] + np.arange(8)] = both.view(np.uint8)
 
 
+def four_words_stored(at: Tensor, *rest: Any) -> None:
+    assert at.memory is not None
+    *parts, stores = (np.broadcast_to(raw(x), at.data.shape) for x in rest)
+    places, chosen = at.data, stores != 0
+    assert (places % 16 == 0).all(), "a wide store that is not aligned"
+    bytes_ = at.memory.reshape(-1).view(np.uint8)
+    found = np.stack(parts, -1)[chosen].view(np.uint8)
+    bytes_[places[chosen][:, None] + np.arange(16)] = found.reshape(-1, 16)
+
+
 def sums_put(first: Any, second: Any, ends: Any, at: Any) -> tuple[Tensor, Tensor]:
     """The sums over c of two rows to memory, and zeros, in warps where a tile ends."""
     with np.errstate(invalid="ignore"):  # of steps that are not there
@@ -342,6 +352,10 @@ def assembler(text: str, constraints: str, args: list, dtype: Any, *_: Any) -> A
         number, lane = np.broadcast_arrays(raw(args[0]), raw(args[1]))
         of_warps = [a.reshape(len(a), -1) for a in (number, lane)]
         return Tensor(np.take_along_axis(*of_warps, 1).reshape(lane.shape))
+    if text.startswith("shfl.sync.bfly.b32 $0, $1, 1, 0x1f"):
+        return Tensor(raw(args[0])[..., [1, 0, 3, 2]])
+    if "@stores st.global.v4.b32 [$1], {$2, $3, $4, $5};" in text:
+        return four_words_stored(*args)
     if text.startswith("ld.relaxed.gpu.global.b32 $0, [$1];"):
         return from_memory(args[0], 0, 1)[0]
     if text.startswith("bar.warp.sync"):
@@ -432,25 +446,42 @@ def constant(x: Any) -> Any:
 
 
 class Slabs:
-    """Shared memory of a dtype, of which parts are written by copies."""
+    """Arrays of 64 numbers a row at the start of shared memory, swizzled for wgmma."""
 
-    def __init__(self, data: np.ndarray):
-        self.data, self.shape = data, list(data.shape)
+    def __init__(self, dtype: Any, shape: list[int], at: int = 0, turned: bool = False):
+        self.dtype, self.shape, self.at, self.turned = dtype, shape, at, turned
 
     def index(self, i: Any) -> "Slabs":
-        return Slabs(self.data[int(raw(i))])
+        _, *shape = self.shape
+        each = int(np.prod(shape)) * self.dtype.itemsize
+        return Slabs(self.dtype, shape, self.at + int(raw(i)) * each)
 
     def permute(self, axes: list[int]) -> "Slabs":
-        return Slabs(self.data.transpose(axes))
+        assert axes == [1, 0]
+        return Slabs(self.dtype, self.shape, self.at, not self.turned)
+
+    @property
+    def places(self) -> np.ndarray:
+        """`[rows, 8, 16]`: where each byte is."""
+        row, chunk, byte = np.ogrid[: self.shape[0], :8, :16]
+        return self.at + 128 * row + (chunk ^ row % 8) * 16 + byte
+
+    @property
+    def data(self) -> np.ndarray:
+        rows = shared[self.places].reshape(self.shape[0], -1).view(self.dtype)
+        return rows.T if self.turned else rows
+
+    def put(self, rows: np.ndarray) -> None:
+        shared[self.places] = rows.view(np.uint8).reshape(self.shape[0], 8, 16)
 
 
 def slabs_of(dtype: DType, shape: list[int], layout: Any) -> Slabs:
     del layout
-    return Slabs(np.full(shape, np.nan, dtype.numpy))
+    return Slabs(dtype.numpy, shape)
 
 
 def slab_copied(slab: Slabs, at: Tensor, mask: Any) -> None:
-    slab.data[...] = load(at, mask).data
+    slab.put(load(at, mask).data)
 
 
 def product_of_warps(a: Tensor, b: Slabs, sums: Tensor, is_async: bool) -> Tensor:
@@ -551,6 +582,7 @@ def modules(gl: Gluon) -> Any:
         gluon_jit=constant,
         constexpr_function=constant,
         async_load=slab_copied,
+        fence_async_shared=lambda: None,
         async_copy=SimpleNamespace(
             commit_group=lambda: None, wait_group=lambda others: None
         ),

@@ -30,7 +30,9 @@ pytestmark = pytest.mark.skipif(
 # where the float16 scales of a block are, and how large
 SCALES = {"Q8_0": {0: 0.02}, "Q6_K": {208: 0.004}, "Q4_K": {0: 0.02, 2: 0.15}}
 PRODUCT = "packed_product_kernel"
-SCALES |= {"Q5_K": {0: 0.02, 2: 0.15}, "Q4_0": {0: 0.05}}
+SCALES |= {"Q5_K": {0: 0.02, 2: 0.15}, "Q4_0": {0: 0.05}, "Q5_0": {0: 0.05}}
+SCALES |= {"Q4_1": {0: 0.05, 2: 0.3}, "Q2_K": {80: 0.05, 82: 0.1}, "Q3_K": {108: 0.01}}
+SCALES |= {"IQ4_NL": {0: 0.01}, "IQ4_XS": {0: 0.001}}
 
 
 def weights(rng, qtype, f, k):
@@ -49,14 +51,18 @@ def weights(rng, qtype, f, k):
     return w, np.asarray(dequantize(w), np.float64)
 
 
-def launch_of(f, *operands):
+def launches_of(f, *operands):
     with compiling_for(90):
         jaxpr = jax.make_jaxpr(f)(*operands).jaxpr
-    [launch] = [
+    return [
         eqn.params["launch"]
         for eqn in jaxpr.eqns
         if eqn.primitive is bridge.triton_call_p
     ]
+
+
+def launch_of(f, *operands):
+    [launch] = launches_of(f, *operands)
     return launch
 
 
