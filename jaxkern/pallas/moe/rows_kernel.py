@@ -95,6 +95,13 @@ def rows_kernel(
         first = pl.multiple_of(tiles_ref[row, ROW], ALIGN)
         return row, first, pl.multiple_of(column * c.block_n, c.block_n), steps
 
+    def rows_of(row, first, part):
+        """Which of the rows of a consumer are the group's: from, to, whether any."""
+        first = first + part * ROWS
+        start = lax.max(tiles_ref[row, START] - first, jnp.int32(0))
+        stop = lax.min(tiles_ref[row, STOP] - first, jnp.int32(ROWS))
+        return start, stop, stop > start
+
     @pl.when(me == CONSUMERS)
     def load():
         plgpu.set_max_registers(40, action="decrease")
@@ -115,7 +122,15 @@ def rows_kernel(
                 for w in range(CONSUMERS):
                     rows = pl.ds(first + w * ROWS, ROWS)
                     a = as_copied(held.a).at[slot, w]
-                    plgpu.copy_gmem_to_smem(x_ref.at[rows, depth], a, full)
+                    busy = rows_of(row, first, w)[2]
+
+                    @pl.when(busy)
+                    def copy(rows=rows, a=a):
+                        plgpu.copy_gmem_to_smem(x_ref.at[rows, depth], a, full)
+
+                    @pl.when(jnp.logical_not(busy))
+                    def nothing():
+                        plgpu.barrier_arrive(full)
 
             lax.fori_loop(0, steps, step, None)
             return at + steps
@@ -140,11 +155,10 @@ def rows_kernel(
 
         def multiply_tile(i, at):
             row, first, column, steps = tile(i)
+            start, stop, some = rows_of(row, first, me)
             first = first + me * ROWS
-            start = lax.max(tiles_ref[row, START] - first, jnp.int32(0))
-            stop = lax.min(tiles_ref[row, STOP] - first, jnp.int32(ROWS))
 
-            @pl.when(stop > start)
+            @pl.when(some)
             def busy():
                 total = sums(at, steps, me, held, signals, c, product, await_block)
                 if scales is not None:
@@ -164,7 +178,7 @@ def rows_kernel(
                     place = column, me, by_row, c, first, start, stop
                     store_some(total, y_ref, *place)
 
-            @pl.when(stop <= start)
+            @pl.when(jnp.logical_not(some))
             def idle():
                 pass_over(at, steps, signals, c)
 
