@@ -424,9 +424,7 @@ def put_sums_of_rows(warp, lane, own, all_steps, ring, experts, P: gl.constexpr)
         slot = s % P.row_steps // P.parts
         x_at = own + (slot * P.columns + lane * EACH) * 4
         zero = (0 * lane).to(gl.float32)
-        totals = ()
-        for r in gl.static_range(STEP_ROWS):
-            totals += (zero,)
+        totals = (zero,) * STEP_ROWS
         for u in gl.static_range(UNITS):
             x = ()
             for j in gl.static_range(FOURS):

@@ -150,12 +150,18 @@ def test_both_launches_fit_a_multiprocessor(itemsize, e, k, f, d, shared):
 
 
 @pytest.mark.parametrize(
-    "capability, tokens, d", [(80, 1, 2048), (90, 2, 2048), (90, 1, 2080)]
+    "capability, tokens, d, kernels",
+    [
+        (80, 1, 2048, ["hidden_kernel", "result_kernel"]),
+        (90, 2, 2048, ["hidden_kernel", "result_kernel"]),
+        (90, 1, 2080, ["hidden_kernel", "plain_sum_kernel"]),  # no multiple of 128
+        (90, 1, 2048, ["plain_hidden_kernel", "plain_sum_kernel"]),
+    ],
 )
-def test_elsewhere_the_older_kernels_run(capability, tokens, d):
+def test_elsewhere_the_older_kernels_run(capability, tokens, d, kernels):
     x, ids = spec(tokens, d), spec(tokens, 8, dtype="int32")
     gate, down = spec(16, 512, d), spec(16, d, 512)
     with compiling_for(capability):
-        for launch in launches_of(moe_ffn, (x, ids, spec(tokens, 8), gate, gate, down)):
-            name = launch.kernel.__name__
-            assert name in ("hidden_kernel", "result_kernel") or d == 2080
+        operands = x, ids, spec(tokens, 8), gate, gate, down
+        launches = launches_of(moe_ffn, operands)
+        assert [launch.kernel.__name__ for launch in launches] == kernels
