@@ -31,7 +31,7 @@ CASES = [
 ]
 
 
-def drawn(rng, itemsize, *shape):
+def drawn(rng, itemsize, *shape) -> tuple[Any, Any, Any]:
     """(weights, their scales or None, the same in float64)."""
     w = jnp.asarray(rng.standard_normal(shape) / 4, jnp.float32)
     if itemsize == 2:
