@@ -178,15 +178,7 @@ def rows_kernel(
                 for w in range(CONSUMERS):
                     rows = pl.ds(first + w * ROWS, ROWS)
                     a = as_copied(held.a).at[slot, w]
-                    busy = rows_of(row, first, w)[2]
-
-                    @pl.when(busy)
-                    def copy(rows=rows, a=a):
-                        plgpu.copy_gmem_to_smem(x_ref.at[rows, depth], a, full)
-
-                    @pl.when(jnp.logical_not(busy))
-                    def nothing():
-                        plgpu.barrier_arrive(full)
+                    plgpu.copy_gmem_to_smem(x_ref.at[rows, depth], a, full)
 
             lax.fori_loop(0, steps, step, None)
             return at + steps, tiles.with_one_more(taken)

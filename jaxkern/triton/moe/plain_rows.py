@@ -12,7 +12,7 @@ from jaxkern.gpu.device import WARP, compute_capability, next_power_of_2, num_sm
 from jaxkern.gpu.triton_call import max_shared_bytes, sparse_call
 from jaxkern.triton.quant.plain_rows import plain_hidden_kernel, plain_sum_kernel
 
-WARPS = 8
+WARPS = 16
 TILE = 16  # rows of the sum that a program adds up
 ON_THEIR_WAY = 98_304  # bytes of a program; two launches share a multiprocessor
 LONGEST_ROW = 8192  # bytes
@@ -143,6 +143,9 @@ def rows_of(x: Any, ids: Any, w: Any, columns: int, halves: int) -> PlainRows | 
         warps=WARPS,
         programs=num_sms(),
     )
+    if halves:  # of a small matrix there are fewer rows than warps
+        needed = -(-found.items // found.warps)
+        found = dataclasses.replace(found, programs=min(needed, found.programs))
     if halves and found.turns > WARP:  # a lane has the scales of an item
         return None
     few_rows = not halves and found.step_rows < 2
@@ -156,7 +159,7 @@ def hidden_of_one(c: PlainRows, x, ids, gate, up, scales, options):
     of_gate, of_up, shared, of_shared = scales
     [y] = sparse_call(
         plain_hidden_kernel,
-        (min(-(-c.items // c.warps), c.programs),),
+        (c.programs,),
         dict(
             x_ptr=x,
             ids_ptr=ids.astype(jnp.int32),
