@@ -154,8 +154,7 @@ def test_layers_with_experts_and_output_gates_are_one_call(kind, monkeypatch):
     experts = "fixed_point_hidden_kernel", "fixed_point_sum_kernel"
     product, last = "fixed_point_kernel", 1
     if kind == "bf16":
-        experts = "plain_hidden_kernel", "plain_sum_kernel"
-        product, last = names[0], 0
+        experts, product, last = ("hidden_kernel", "result_kernel"), names[0], 0
     rest = [product, "few_products_kernel", "choice_kernel", *experts]
     net = [product, "gated_delta_net_step_kernel", *rest]
     attention = [product, "qk_norm_rope_cache_attention_kernel", *rest]

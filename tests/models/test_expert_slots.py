@@ -180,8 +180,8 @@ def test_a_decode_step_is_one_chain(kind, monkeypatch):
     names = [step.launch.name for step in chain.params["steps"]]
     product = "few_products_kernel"
     experts = {
-        "bf16": ["plain_hidden_kernel", "plain_sum_kernel"],
-        "fp8": ["plain_hidden_kernel", "plain_sum_kernel"],
+        "bf16": ["hidden_kernel", "result_kernel"],
+        "fp8": ["hidden_kernel", "result_kernel"],
         "mxfp4": ["row_hidden_kernel", "row_sum_kernel"],
     }
     by_whole_numbers = ["fixed_point_hidden_kernel", "fixed_point_sum_kernel"]
@@ -189,7 +189,7 @@ def test_a_decode_step_is_one_chain(kind, monkeypatch):
     one += [product, "choice_kernel", *experts.get(kind, by_whole_numbers)]
     last = ["row_norm_fwd_kernel", "lane_products_kernel", "argmax_kernel"]
     assert names == [*one * 2, *last]
-    sums = "fixed_point_sum_kernel", "plain_sum_kernel"
+    sums = "fixed_point_sum_kernel", "result_kernel"
     early = [3 if name in sums else 2 for name in names]
     assert levels(chain) == early and not named(eqns, "triton_call")
 

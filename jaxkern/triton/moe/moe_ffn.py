@@ -365,7 +365,8 @@ def hidden_of(
     e, *_, f, d = gate.shape
     plain = activation == "swiglu" and gate_bias is None and up_bias is None
     halves = 1 if up is not None else 2
-    if plain and (one := plain_rows.rows_of(x, ids, gate, d, halves)):
+    pays = plain and plain_rows.pays(gate, f)
+    if pays and (one := plain_rows.rows_of(x, ids, gate, d, halves)):
         scales = gate_scales, up_scales, shared, shared_scales
         options = dict(ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset)
         return plain_rows.hidden_of_one(one, x, ids, gate, up, scales, options)
@@ -411,8 +412,8 @@ def result_of(
 ):
     """`[..., d]` of hidden `[..., k, f]`, ids and weights `[..., k]`."""
     (e, d, f), lead = down.shape, ids.shape[:-1]
-    one = plain_rows.rows_of(hidden, ids, down, f, 0) if bias is None else None
-    if one:
+    pays = bias is None and plain_rows.pays(down, f)
+    if pays and (one := plain_rows.rows_of(hidden, ids, down, f, 0)):
         of_rows = scales, shared, shared_scales
         return plain_rows.sum_of_one(one, hidden, ids, weights, down, of_rows, residual)
     # the scales of rows, and what bytes are on the way to floats, need registers

@@ -15,7 +15,7 @@ from jaxkern.triton.quant.plain_rows import plain_hidden_kernel, plain_sum_kerne
 WARPS = 16
 TILE = 16  # rows of the sum that a program adds up
 ON_THEIR_WAY = 98_304  # bytes of a program; two launches share a multiprocessor
-LONGEST_ROW = 8192  # bytes
+MOST_COLUMNS = 2048  # of x in the registers of a warp; more spill
 LATE = True  # what is behind gate and up may read ids before it waits
 
 
@@ -121,6 +121,15 @@ class PlainRows:
         return ring_bytes(self.warps, self.depth, self.step_bytes, self.more)
 
 
+def pays(w: Any, f: int) -> bool:
+    """Whether experts of f between their products are faster by rings.
+
+    Those of bfloat16 are not, nor are bytes where f is a power of 2: the older sum has
+    steps of such sizes, and leaves a quarter of its lanes empty at 768.
+    """
+    return w.dtype.itemsize == 1 and f != next_power_of_2(f)
+
+
 def rows_of(x: Any, ids: Any, w: Any, columns: int, halves: int) -> PlainRows | None:
     """How programs walk over the experts `w` of one token; None where none does."""
     e, *_, rows, _ = w.shape
@@ -132,11 +141,7 @@ def rows_of(x: Any, ids: Any, w: Any, columns: int, halves: int) -> PlainRows | 
     if math.prod(ids.shape[:-1]) != 1 or ids.shape[-1] > WARP:
         return None
     row_bytes = columns * itemsize
-    if (
-        row_bytes % (8 * WARP)
-        or row_bytes > LONGEST_ROW
-        or (not halves and rows % TILE)
-    ):
+    if row_bytes % (8 * WARP) or columns > MOST_COLUMNS or (not halves and rows % TILE):
         return None
     found = PlainRows(
         *(columns, rows, itemsize, ids.shape[-1], e, halves),
