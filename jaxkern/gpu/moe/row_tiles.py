@@ -39,54 +39,14 @@ def row_tiles(
         rows of groups before; its results for them are not stored.
     """
     e = group_sizes.size
-    start, stop, first, count = runs(group_sizes, r, block, align)
-    ends = jnp.cumsum(count)
-    tile = jnp.arange(most_tiles(r, e, block, align), dtype=jnp.int32)
-    group = group_of(tile, ends)
-    row = first[group] + (tile - (ends - count)[group]) * block
-    return table(group, row, start, stop, block), ends[-1:]
-
-
-def row_tiles_by_height(
-    group_sizes: Integer[Array, " e"], r: int, block: int, align: int = 1
-) -> tuple[Int32[Array, "n 4"], Int32[Array, " 2"]]:
-    """`row_tiles`; behind the others those that have rows in their upper half alone.
-
-    Both kinds are in the order of their rows, and each has its number. Only the last
-    tile of a group can be such a half; `align` is at most a half.
-    """
-    e = group_sizes.size
-    start, stop, first, count = runs(group_sizes, r, block, align)
-    half = (stop - first - (count - 1) * block <= block // 2) & (count > 0)
-    half = half.astype(jnp.int32)
-    whole = count - half
-    ends, ends_of_halves = jnp.cumsum(whole), jnp.cumsum(half)
-    tile = jnp.arange(most_tiles(r, e, block, align), dtype=jnp.int32)
-    behind = tile - ends[-1]
-    group = group_of(tile, ends), group_of(behind, ends_of_halves)
-    group = jnp.where(behind < 0, *group)
-    number = jnp.where(behind < 0, tile - (ends - whole)[group], whole[group])
-    row = first[group] + number * block
-    counts = jnp.stack([ends[-1], ends_of_halves[-1]])
-    return table(group, row, start, stop, block), counts
-
-
-def runs(group_sizes: Array, r: int, block: int, align: int) -> tuple[Array, ...]:
-    """Of each group, and of the rows behind the last: start, stop, first row, tiles."""
     start, stop = group_rows(group_sizes, r)
     last = stop[-1:]
     start, stop = jnp.append(start, last), jnp.append(stop, jnp.full_like(last, r))
     first = start // align * align
     count = jnp.where(stop > start, (stop - first + block - 1) // block, 0)
-    return start, stop, first, count
-
-
-def group_of(tile: Array, ends: Array) -> Array:
-    """Of tiles counted over all groups; the last one where there are no such."""
-    before = (ends <= tile[:, None]).sum(1, dtype=jnp.int32)
-    return jnp.minimum(before, ends.size - 1)
-
-
-def table(group: Array, row: Array, start: Array, stop: Array, block: int) -> Array:
+    ends = jnp.cumsum(count)
+    tile = jnp.arange(most_tiles(r, e, block, align), dtype=jnp.int32)
+    group = jnp.minimum((ends <= tile[:, None]).sum(1, dtype=jnp.int32), e)
+    row = first[group] + (tile - (ends - count)[group]) * block
     inside = jnp.maximum(row, start[group]), jnp.minimum(row + block, stop[group])
-    return jnp.stack([group, row, *inside], axis=1)
+    return jnp.stack([group, row, *inside], axis=1), ends[-1:]

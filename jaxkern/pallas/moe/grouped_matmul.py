@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.gpu.device import compute_capability, num_sms
-from jaxkern.gpu.moe.row_tiles import group_rows, row_tiles_by_height
+from jaxkern.gpu.moe.row_tiles import group_rows, row_tiles
 from jaxkern.pallas.moe.consumer import Buffers, barriers, buffers
 from jaxkern.pallas.moe.problem import (
     ALIGN,
@@ -115,7 +115,7 @@ def multiply(name, x, w, group_sizes, turned, interpret):
     e, n, k = w.shape if turned else (w.shape[0], w.shape[2], w.shape[1])
     r = x.shape[0]
     c = problem(e, n, k)
-    tiles, count = row_tiles_by_height(group_sizes, r, BLOCK_M, ALIGN)
+    tiles, count = row_tiles(group_sizes, r, BLOCK_M, ALIGN)
     x = whole_tiles(x)
     b = (c.block_n, BLOCK_K) if turned else (BLOCK_K, c.block_n)
     out = jax.ShapeDtypeStruct((x.shape[0], n), x.dtype)

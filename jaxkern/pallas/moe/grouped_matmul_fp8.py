@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.gpu.moe.row_tiles import row_tiles_by_height
+from jaxkern.gpu.moe.row_tiles import row_tiles
 from jaxkern.pallas.moe.consumer import FLOAT8, buffers_of_bytes
 from jaxkern.pallas.moe.grouped_matmul import (
     launch,
@@ -57,7 +57,7 @@ def scaled_grouped_matmul(
     """y `[r, f]`; `interpret` runs the kernel on a CPU."""
     (r, k), (e, n, _) = x.shape, w.shape
     c = problem(e, n, k, BLOCK_K)
-    tiles, count = row_tiles_by_height(group_sizes, r, BLOCK_M, ALIGN)
+    tiles, count = row_tiles(group_sizes, r, BLOCK_M, ALIGN)
     x = whole_tiles(x)
     if interpret:  # it knows no two views of one memory
         x, w = (lax.bitcast_convert_type(codes, FLOAT8) for codes in (x, w))

@@ -25,7 +25,6 @@ from jaxkern.pallas.moe.consumer import (
 )
 from jaxkern.pallas.moe.problem import (
     ALIGN,
-    BESIDE,
     CONSUMERS,
     ROWS,
     Problem,
@@ -33,61 +32,6 @@ from jaxkern.pallas.moe.problem import (
     slot_of,
     tiles_of,
 )
-
-
-def at_first() -> tuple:
-    """Blocks, and tiles of both kinds, that a program has had."""
-    return jnp.int32(0), (jnp.int32(0), jnp.int32(0))
-
-
-class Tiles:
-    """The tiles that a program computes, `mine` of them.
-
-    Whole tiles are dealt to the programs one by one, then those of half the height, so
-    that all have nearly as many of either. A program takes both in the order of rows,
-    as its neighbours do, which share blocks of weights in the cache.
-    """
-
-    def __init__(self, program: Any, tiles_ref: Any, count_ref: Any, c: Problem):
-        self.tiles_ref, self.c, self.program = tiles_ref, c, program
-        self.whole, self.halves = count_ref[0], count_ref[1]
-        self.mine_whole = tiles_of(program, self.whole * c.columns, c)
-        dealt = lax.rem(self.whole * c.columns, jnp.int32(c.programs))
-        self.from_half = lax.rem(program - dealt + c.programs, jnp.int32(c.programs))
-        self.mine_halves = tiles_of(self.from_half, self.halves * c.columns, c)
-        self.mine = self.mine_whole + self.mine_halves
-
-    def candidates(self, taken: tuple) -> tuple:
-        """(row of the table, column) of the next of both, and whether a half is next.
-
-        `taken`: how many of both a program has had.
-        """
-        c, (wholes, halves) = self.c, taken
-        whole = self.program + wholes * c.programs
-        row, column = place(whole, lax.max(self.whole, jnp.int32(1)), c.columns)
-        half = self.from_half + halves * c.programs
-        low, beside = place(half, lax.max(self.halves, jnp.int32(1)), c.columns)
-        # what is not there is read all the same
-        nothing, end = jnp.int32(0), lax.max(self.whole + self.halves, jnp.int32(1)) - 1
-        row = lax.clamp(nothing, row, end)
-        low = lax.clamp(nothing, self.whole + low, end)
-        strip, other = (lax.div(x, jnp.int32(BESIDE)) for x in (column, beside))
-        above = self.tiles_ref[low, ROW] < self.tiles_ref[row, ROW]
-        first = (other < strip) | ((other == strip) & above)
-        first = first | (wholes >= self.mine_whole)
-        return (row, column), (low, beside), first & (halves < self.mine_halves)
-
-    def following(self, taken: tuple) -> tuple:
-        """(row of the table, column) of the next tile."""
-        whole, half, takes_half = self.candidates(taken)
-        return tuple(
-            jnp.where(takes_half, b, a) for a, b in zip(whole, half, strict=True)
-        )
-
-    def with_one_more(self, taken: tuple) -> tuple:
-        _, _, takes_half = self.candidates(taken)
-        one = takes_half.astype(jnp.int32)
-        return taken[0] + 1 - one, taken[1] + one
 
 
 def scaled_rows_kernel(
@@ -141,29 +85,22 @@ def rows_kernel(
     """
     me = lax.axis_index("warpgroup")
     program = lax.axis_index("program")
-    tiles = Tiles(program, tiles_ref, count_ref, c)
+    row_tiles = count_ref[0]
+    mine = tiles_of(program, row_tiles * c.columns, c)
 
-    def tile(taken):
-        row, column = tiles.following(taken)
+    def tile(i):
+        row, column = place(program + i * c.programs, row_tiles, c.columns)
         # behind the last group there is nothing to sum
         steps = jnp.where(tiles_ref[row, GROUP] < c.groups, c.steps, 0)
         first = pl.multiple_of(tiles_ref[row, ROW], ALIGN)
         return row, first, pl.multiple_of(column * c.block_n, c.block_n), steps
 
-    def rows_of(row, first, part):
-        """Which of the rows of a consumer are the group's: from, to, whether any."""
-        first = first + part * ROWS
-        start = lax.max(tiles_ref[row, START] - first, jnp.int32(0))
-        stop = lax.min(tiles_ref[row, STOP] - first, jnp.int32(ROWS))
-        return start, stop, stop > start
-
     @pl.when(me == CONSUMERS)
     def load():
         plgpu.set_max_registers(40, action="decrease")
 
-        def load_tile(_, carry):
-            at, taken = carry
-            row, first, column, steps = tile(taken)
+        def load_tile(i, at):
+            row, first, column, steps = tile(i)
             group = lax.min(tiles_ref[row, GROUP], jnp.int32(c.groups - 1))
 
             def step(j, _):
@@ -181,9 +118,9 @@ def rows_kernel(
                     plgpu.copy_gmem_to_smem(x_ref.at[rows, depth], a, full)
 
             lax.fori_loop(0, steps, step, None)
-            return at + steps, tiles.with_one_more(taken)
+            return at + steps
 
-        lax.fori_loop(0, tiles.mine, load_tile, at_first())
+        lax.fori_loop(0, mine, load_tile, jnp.int32(0))
         for slot in range(c.stages):
             plgpu.barrier_wait(signals.free.at[slot])
 
@@ -201,13 +138,13 @@ def rows_kernel(
         def await_block(_, slot):
             plgpu.barrier_wait(signals.full.at[slot])
 
-        def multiply_tile(_, carry):
-            at, taken = carry
-            row, first, column, steps = tile(taken)
-            start, stop, some = rows_of(row, first, me)
+        def multiply_tile(i, at):
+            row, first, column, steps = tile(i)
             first = first + me * ROWS
+            start = lax.max(tiles_ref[row, START] - first, jnp.int32(0))
+            stop = lax.min(tiles_ref[row, STOP] - first, jnp.int32(ROWS))
 
-            @pl.when(some)
+            @pl.when(stop > start)
             def busy():
                 total = sums(at, steps, me, held, signals, c, product, await_block)
                 if scales is not None:
@@ -227,11 +164,11 @@ def rows_kernel(
                     place = column, me, by_row, c, first, start, stop
                     store_some(total, y_ref, *place)
 
-            @pl.when(jnp.logical_not(some))
+            @pl.when(stop <= start)
             def idle():
                 pass_over(at, steps, signals, c)
 
-            return at + steps, tiles.with_one_more(taken)
+            return at + steps
 
-        lax.fori_loop(0, tiles.mine, multiply_tile, at_first())
+        lax.fori_loop(0, mine, multiply_tile, jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)

@@ -21,7 +21,6 @@ from jaxkern.gpu import triton_call as bridge
 from jaxkern.gpu.dependent_launch import let_next_begin, wait_for_those_ahead
 from jaxkern.gpu.device import WARP, compute_capability, next_power_of_2
 from jaxkern.gpu.triton_call import jit, libdevice, tl
-from jaxkern.triton.moe import plain_rows
 from jaxkern.triton.quant.row_decode import float_of_e4m3
 
 MOST_SLOTS = 16  # of a token: their loop is unrolled
@@ -363,13 +362,6 @@ def hidden_of(
     Or `[e, 2, f, d]`, which has up too.
     """
     e, *_, f, d = gate.shape
-    plain = activation == "swiglu" and gate_bias is None and up_bias is None
-    halves = 1 if up is not None else 2
-    pays = plain and plain_rows.pays(gate, f)
-    if pays and (one := plain_rows.rows_of(x, ids, gate, d, halves)):
-        scales = gate_scales, up_scales, shared, shared_scales
-        options = dict(ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset)
-        return plain_rows.hidden_of_one(one, x, ids, gate, up, scales, options)
     # a step as wide as a row has 2 rows of bfloat16, 4 of bytes
     fewer = gate_scales is None and 1024 < d <= 2048
     found = blocks(d, "BLOCK_F", "BLOCK_D", 2048, 4096 if fewer else 8192)
@@ -389,7 +381,7 @@ def hidden_of(
             "up_bias_ptr": up_bias,
         },
         {"hidden_ptr": jax.ShapeDtypeStruct((*ids.shape, f), x.dtype)},
-        dict(K=ids.shape[-1], E=e, D=d, F=f, HALVES=halves)
+        dict(K=ids.shape[-1], E=e, D=d, F=f, HALVES=1 if up is not None else 2)
         | dict(ACTIVATION=activation)
         | dict(ALPHA=alpha, LIMIT=limit, UP_OFFSET=up_offset, LATE=True)
         | dict(HARDWARE=compute_capability() >= FP8_CONVERSION)
@@ -412,10 +404,6 @@ def result_of(
 ):
     """`[..., d]` of hidden `[..., k, f]`, ids and weights `[..., k]`."""
     (e, d, f), lead = down.shape, ids.shape[:-1]
-    pays = bias is None and plain_rows.pays(down, f)
-    if pays and (one := plain_rows.rows_of(hidden, ids, down, f, 0)):
-        of_rows = scales, shared, shared_scales
-        return plain_rows.sum_of_one(one, hidden, ids, weights, down, of_rows, residual)
     # the scales of rows, and what bytes are on the way to floats, need registers
     found = blocks(f, "BLOCK_D", "BLOCK_F", 1024, 8192 if scales is None else 4096)
     # steps of bytes are faster one after the other, though registers spill

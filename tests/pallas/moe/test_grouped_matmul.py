@@ -13,10 +13,8 @@ import pytest
 
 from jaxkern import explain, grouped_matmul
 from jaxkern.gpu.device import compiling_for
-from jaxkern.gpu.moe.row_tiles import ROW, STOP, row_tiles, row_tiles_by_height
 from jaxkern.pallas.moe import grouped_matmul as hopper
-from jaxkern.pallas.moe.problem import ALIGN, BESIDE, BLOCK_M, ROWS, place
-from jaxkern.pallas.moe.rows_kernel import Tiles
+from jaxkern.pallas.moe.problem import place
 from tests.primitives.moe.test_grouped_matmul import loop
 
 RNG = np.random.default_rng(0)
@@ -87,46 +85,6 @@ def test_every_tile_is_taken_once():
             for i in range(rows * columns)
         }
         assert taken == {(i, j) for i in range(rows) for j in range(columns)}
-
-
-@pytest.mark.parametrize(
-    "group_sizes, r, n, programs",
-    [
-        ([70, 0, 5, 130, 200, 61, 300], 800, 2560, 7),  # two strips of columns
-        ([0, 0, 3], 5, 128, 4),
-        ([64] * 9, 576, 512, 5),  # halves alone
-        ([256] * 3, 768, 512, 5),  # none
-        ([0, 0], 130, 256, 3),
-    ],
-)
-def test_programs_have_nearly_as_many_tiles_of_either_height(
-    monkeypatch, group_sizes, r, n, programs
-):
-    monkeypatch.setattr(hopper, "num_sms", lambda: programs)
-    c = hopper.problem(len(group_sizes), n, 512)
-    sizes = jnp.asarray(group_sizes, jnp.int32)
-    plain, [total] = row_tiles(sizes, r, BLOCK_M, ALIGN)
-    table, [whole, halves] = map(
-        np.asarray, row_tiles_by_height(sizes, r, BLOCK_M, ALIGN)
-    )
-    assert whole + halves == total
-    assert sorted(table[:total].tolist()) == plain[:total].tolist()
-    heights = table[:total, STOP] - table[:total, ROW]
-    assert (heights[:whole] > ROWS).all() and (heights[whole:] <= ROWS).all()
-    taken, dealt = [], []
-    for program in range(programs):
-        tiles = Tiles(jnp.int32(program), table, np.array([whole, halves]), c)
-        had, mine = (jnp.int32(0), jnp.int32(0)), []
-        for _ in range(int(tiles.mine)):
-            mine.append(tuple(map(int, tiles.following(had))))
-            had = tiles.with_one_more(had)
-        by_rows = [(column // BESIDE, table[row, ROW]) for row, column in mine]
-        assert by_rows == sorted(by_rows)
-        taken += mine
-        dealt.append((len(mine), sum(row >= whole for row, _ in mine)))
-    assert sorted(taken) == [(i, j) for i in range(total) for j in range(c.columns)]
-    for counts in zip(*dealt, strict=True):
-        assert max(counts) - min(counts) <= 1
 
 
 def slopes(x, w, group_sizes):
