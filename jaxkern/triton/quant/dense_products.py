@@ -120,7 +120,7 @@ def sizes_by_lanes(
     if is_summed and d > SUMMED:
         return None
     warps = BY_LANES[d]
-    places = next_power_of_2(8 * warps * LANE_ROWS + 1)
+    places = next_power_of_2(8 * warps * LANE_ROWS + 32 * warps)
     return {"ROWS": LANE_ROWS, "num_warps": warps, "PLACES": places}
 
 

@@ -115,6 +115,7 @@ def sums_of_tile(
         copy_rows(x_ptr, rows, there, step + 2, steps, slabs, to, WIDTH)
         words = ahead
     totals, before = warpgroup_mma_wait(0, deps=[totals, before])
+    async_copy.wait_group(0)  # others may take the memory of the slabs
     return totals
 
 

@@ -113,7 +113,7 @@ def lane_products_kernel(
 
     Weights are read before the kernel ahead has ended; a residual with x, not behind
     the sums. PLACES: words for the sums of eight groups of lanes of each warp, of each
-    row and of none.
+    row, and one of each lane.
     """
     if AHEAD:
         begin_early(AHEAD == 2)
@@ -144,8 +144,8 @@ def lane_products_kernel(
 
     memory = shared_base(thread)
     counts = g // 2 == c
-    parts = gl.where(counts, warp * 32 + g * 4, ROWS * EACH) + memory
-    step = gl.where(counts, EACH, 0)  # the others' all go to one place
+    parts = gl.where(counts, warp * 32 + g * 4, ROWS * EACH + 4 * thread) + memory
+    step = gl.where(counts, EACH, 0)  # the others' go to one place of each lane
     for r in gl.static_range(0, ROWS, 2):
         a, b = sums_of_pair(weights[r], weights[r + 1], x, g, CHUNKS)
         put(parts + r * step, a)

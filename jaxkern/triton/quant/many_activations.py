@@ -280,6 +280,7 @@ def many_activations_kernel(
         copy_step(rows, left, step + 2, last, slabs, to, K, COLUMNS)
         words = ahead
     totals, before = warpgroup_mma_wait(0, deps=[totals, before])
+    async_copy.wait_group(0)  # zeros behind the last step come to where the sums go
     y = in_order_of_weights(totals, block, COLUMNS)
     OUT: gl.constexpr = results_layout(WARPS)
     row = gl.arange(0, COLUMNS, gl.SliceLayout(1, OUT))[:, None]

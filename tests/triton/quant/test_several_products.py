@@ -153,6 +153,18 @@ def test_nothing_spills_on_hopper(qtype, rows):
         assert ("HGMMA" in launch.sass) == sizes.decoded
 
 
+def test_no_copy_is_on_its_way_where_sums_go():
+    """Copies of nothing, behind the last step, are awaited before memory is reused."""
+    tiles: Any = packed("Q4_K", 4096, 4096).tiles
+    x: Any = jax.ShapeDtypeStruct((32, 4096), jnp.bfloat16)
+    with compiling_for(90):
+        sizes = several_products.sizes_of(32, 4096, tiles.shape[0], 1)
+        launch = launch_of(lambda x, w: product(x, w, "Q4_K", sizes), x, tiles)
+        assert launch.name == "many_activations_kernel"
+        behind = launch.sass.rpartition("LDGSTS")[2]
+    assert "DEPBAR.LE SB0, 0x0;" in behind.partition("STS")[0]
+
+
 @pytest.mark.parametrize("qtype", ["INT4_128_BF16", "Q4_K"])
 def test_the_loop_of_wide_products_spills_nothing(qtype):
     tiles: Any = packed(qtype, 4096, 4096).tiles
