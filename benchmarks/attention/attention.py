@@ -79,15 +79,16 @@ def cudnn(window, q, k, v):
     )
 
 
-def torch_flash(case, *tensors):
+def by_torch(backend, case, *tensors):
+    """torch's attention, by a backend of SDPBackend's names."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def f(*tensors):
-        heads_first = (x.transpose(1, 2) for x in tensors)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+    def f(q, k, v):
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(SDPBackend[backend]):
             out = torch.nn.functional.scaled_dot_product_attention(
-                *heads_first, is_causal=True, enable_gqa=True
+                *heads_first, is_causal=True, enable_gqa=q.shape[2] != k.shape[2]
             )
         return out.transpose(1, 2)
 
@@ -120,7 +121,7 @@ def tokamax(window, q, k, v):
 def benchmark(name: str, window: int | None, cases: list[Case]) -> Benchmark:
     torch_peers: dict[str, Callable] = {}
     if window is None:
-        torch_peers["torch flash"] = torch_flash
+        torch_peers["torch flash"] = functools.partial(by_torch, "FLASH_ATTENTION")
     return Benchmark(
         name,
         functools.partial(ours, window),
@@ -189,26 +190,11 @@ def latent_prefill(b: int, t: int, n: int) -> Case:
     return Case(name, arrays, sizes, flops, whole.reference, small)
 
 
-def torch_cudnn(case, *tensors):
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    def f(*tensors):
-        heads_first = (x.transpose(1, 2) for x in tensors)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                *heads_first, is_causal=True
-            )
-        return out.transpose(1, 2)
-
-    return f
-
-
 LATENT = Benchmark(
     "attention_latent_prefill",
     functools.partial(ours, None),
     [latent_prefill(2, 4096, 32)],
-    torch_peers={"cuDNN": torch_cudnn},
+    torch_peers={"cuDNN": functools.partial(by_torch, "CUDNN_ATTENTION")},
 )
 
 
