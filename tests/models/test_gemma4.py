@@ -68,8 +68,8 @@ def test_a_decode_step_is_one_chain(monkeypatch):
     counts = Counter(step.launch.name for step in layers.params["steps"])
     own, shared = len(cache), 10 - len(cache)
     far = len([c for c in cache if c.keys.shape[-1] == 512])
-    assert counts.pop("lane_products_kernel") == 8  # of heads of 256 in windows
-    assert counts.pop("few_products_kernel") == 6 * 10 + 2 - 8
+    assert counts.pop("lane_products_kernel") == 10  # behind attention
+    assert counts.pop("few_products_kernel") == 6 * 10 + 2 - 10
     assert counts.pop("one_row_kernel") == 3 * 10 + 1
     assert counts.pop("qk_norm_rope_fwd_kernel") == shared
     assert counts.pop("qk_norm_rope_cache_attention_kernel") == own - far

@@ -183,19 +183,13 @@ def unstaged_sums(
     dtype: Any,
 ) -> jax.Array:
     """`[splits, rows, 16 u]`, one of them in `dtype` with the residual."""
-    rows, k = x.shape
-    units, tile_bytes = tiles.shape
+    (rows, k), units = x.shape, tiles.shape[0]
     steps = -(-k // STEP)
     each = -(-steps // sizes.splits)
     splits = -(-steps // each)
     blocks = -(-rows // sizes.columns)
     constants: dict[str, Any] = {
-        "ROWS": rows,
-        "K": k,
-        "NUM_BLOCKS": tile_bytes // (TILE * BYTES[qtype]),
-        "TILES": units,
-        "TILE_PAIRS": tile_bytes // 8,
-        "FORMAT": qtype,
+        **constants_of(x, tiles, qtype),
         "BLOCKS": blocks,
         "STEPS": each,
         "num_warps": sizes.warps,
@@ -230,6 +224,19 @@ def unstaged_sums(
     return y
 
 
+def constants_of(x: jax.Array, tiles: jax.Array, qtype: str) -> dict[str, Any]:
+    """What each of these kernels knows of its operands."""
+    (rows, k), (units, tile_bytes) = x.shape, tiles.shape
+    return {
+        "ROWS": rows,
+        "K": k,
+        "NUM_BLOCKS": tile_bytes // (TILE * BYTES[qtype]),
+        "TILES": units,
+        "TILE_PAIRS": tile_bytes // 8,
+        "FORMAT": qtype,
+    }
+
+
 def wide_product(
     x: jax.Array,
     tiles: jax.Array,
@@ -241,8 +248,7 @@ def wide_product(
     programs: int | None = None,
 ) -> jax.Array:
     """`product` of hundreds of activations, as many as tiles of WIDE need."""
-    rows, k = x.shape
-    units, tile_bytes = tiles.shape
+    rows, units = x.shape[0], tiles.shape[0]
     blocks = -(-rows // columns)
     items = -(-units // warps) * blocks
     programs = min(items, programs or num_sms())
@@ -256,12 +262,7 @@ def wide_product(
         },
         {"y_ptr": jax.ShapeDtypeStruct((rows, units * TILE), dtype)},
         {
-            "ROWS": rows,
-            "K": k,
-            "NUM_BLOCKS": tile_bytes // (TILE * BYTES[qtype]),
-            "TILES": units,
-            "TILE_PAIRS": tile_bytes // 8,
-            "FORMAT": qtype,
+            **constants_of(x, tiles, qtype),
             "COLUMNS": columns,
             "BLOCKS": blocks,
             "ITEMS": items,
