@@ -3,8 +3,8 @@
     y = x w^T
 
 Both weights and activations come by bulk copies, steps of 256 columns ahead: what
-comes from the L2 cache queues behind what comes from memory, so neither can be asked
-for later than the other. Weights are decoded in registers and are the left operand of
+comes from the L2 cache seems to queue behind what comes from memory, so neither is
+asked for later than the other. Weights are decoded in registers and are the left operand of
 the matrix units, see `warpgroup_products.py`.
 
 The warps of a program are GROUPS, each of which takes steps of its own and has a tile

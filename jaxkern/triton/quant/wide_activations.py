@@ -3,9 +3,9 @@
     y = x w^T
 
 As many_activations.py, with 256 activations a tile: a weight is decoded once for all of
-them, and decoding the next 64 columns runs beside the product of these. Programs walk
-over tiles of the result, and copies of activations go on across the tiles, so that the
-matrix units wait only while a tile is written. Words are put in the order of columns
+them. The next 64 columns are decoded between the products of these, which hides a
+fourth of that at most. Programs walk over tiles of the result, and copies of
+activations go on across the tiles. Words are put in the order of columns
 (column_order.py), so activations are copied as they lie.
 """
 
