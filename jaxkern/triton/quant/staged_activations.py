@@ -4,8 +4,8 @@
 
 Both weights and activations come by bulk copies, steps of 256 columns ahead: what
 comes from the L2 cache seems to queue behind what comes from memory, so neither is
-asked for later than the other. Weights are decoded in registers and are the left operand of
-the matrix units, see `warpgroup_products.py`.
+asked for later than the other. Weights are decoded in registers and are the left
+operand of the matrix units, see `warpgroup_products.py`.
 
 The warps of a program are GROUPS, each of which takes steps of its own and has a tile
 of 16 rows for each of its warps: so a program adds up the columns of few rows by
